@@ -1,0 +1,278 @@
+"""GRPO end to end: vLLM samples, a separate PyTorch trainer learns, and the mismatch is in every row.
+
+A step, in the order of the loop in `train`:
+ 1. sync     the sampler takes the trainer's weights, every staleness + 1 steps      Sampler.sync (01)
+ 2. sample   G responses to each of the prompts, from the sampler's mu               Sampler.sample (01)
+ 3. reward   each response, then its advantage within its group                      rewards (01), advantages (02)
+ 4. score    log pi at the sampler's weights: discrepancy d = log pi_old - log mu    score (01)
+ 5. update   log pi now, lag l = log pi - log pi_old; weight w; L = -sum A w log pi / N; AdamW
+             w comes from one table, `--correction`                                  CORRECTIONS, policy_loss (02)
+
+Run it:  python train.py                  a CPU: the tiny policy learns the running sum, about a minute
+         python train.py --staleness 15   the sampler's weights are up to 15 steps old
+         python train.py --model Qwen/Qwen3-0.6B    a CUDA GPU (the default there): not run yet
+A run lives in --out: metrics.csv (a row a step), train.png, checkpoint-<step>/.
+"""
+import copy
+import csv
+import math
+import os
+import shutil
+import sys
+import time
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+lesson1 = import_module("01_mismatch")   # first: it decides what of torch's company is imported
+lesson2 = import_module("02_importance_sampling")
+import torch
+import transformers
+
+SECONDS = ("sampling", "scoring", "update", "sync")
+COLUMNS = ["step", "age", "reward", "length", "truncated", "discrepancy_abs", "discrepancy_k3", "lag_abs", "lag_rms",
+           "weight", "loss", "grad_norm", "lr", "tokens", *(f"seconds_{s}" for s in SECONDS), "seconds_step"]
+KEEP = 2            # checkpoints
+
+
+# ---------------------------------------------------------------- the command line
+def positive(kind):
+    def convert(text):
+        value = kind(text)
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError
+        return value
+    convert.__name__ = f"positive {kind.__name__}"
+    return convert
+
+
+def parse(argv):
+    parser = lesson1.Parser(prog="train.py", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--model", help=f"a local directory or a hub name (default: {lesson1.HUB_MODEL} on a GPU, else the tiny policy)")
+    add("--steps", type=positive(int), help="optimizer steps (80; --quick: 4)")
+    add("--prompts", type=positive(int), help="prompts a step (32; not tiny: 16; --quick: 8)")
+    add("--group-size", type=positive(int), default=8, help="responses a prompt; a group of 1 has no advantage")
+    add("--max-tokens", type=positive(int), help="of a response (9, all that the task needs; not tiny: 256)")
+    add("--lr", type=positive(float), help="AdamW's, falling linearly to 0 (1.5e-3; not tiny: 1e-6)")
+    add("--advantage", choices=["std", "mean", "raw"], default="std", help="see advantages in lesson 2")
+    add("--staleness", type=int, default=0, help="how old the sampler's weights may get, in steps; 0 syncs before each")
+    add("--correction", choices=list(lesson2.CORRECTIONS), default="none", help="the importance weight, see lesson 2")
+    add("--seed", type=int, default=0, help="of the prompts and of the sampling")
+    add("--out", type=Path, help="the run's folder (runs/<correction>-s<staleness>-seed<seed>)")
+    add("--save-every", type=positive(int), default=20, help=f"steps between checkpoints; the newest {KEEP} are kept")
+    add("--quick", action="store_true", help="4 steps of 8 prompts, to see that everything works")
+    args = parser.parse_args(argv)
+    if args.group_size < 2:
+        parser.error("--group-size must be at least 2: an advantage compares a group's responses")
+    if args.staleness < 0:
+        parser.error(f"--staleness must be at least 0, not {args.staleness}")
+    if args.seed < 0:
+        parser.error(f"--seed must be at least 0, not {args.seed}")
+    args.out = args.out or lesson1.ROOT / "runs" / f"{args.correction}-s{args.staleness}-seed{args.seed}"
+    if (args.out / "metrics.csv").exists():
+        parser.error(f"--out {args.out} holds a run already: choose another folder, or delete this one")
+    try:
+        lesson1.check_vllm()
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "metrics.csv.tmp").write_text("")
+        (args.out / "metrics.csv.tmp").unlink()
+        args.path = lesson1.find_model(args.model)
+        args.trainer = lesson1.load_model(args.path)
+    except OSError as error:
+        parser.error(f"--out {args.out} cannot be written: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"--model {error}")
+    args.tokenizer = transformers.AutoTokenizer.from_pretrained(args.path)
+    tiny = lesson1.is_tiny(args.tokenizer)
+    args.steps = args.steps or (4 if args.quick else 80)
+    args.prompts = args.prompts or (8 if args.quick else 32 if tiny else 16)
+    args.max_tokens = args.max_tokens or (lesson1.TASKS["sum"].max_tokens if tiny else 256)
+    args.lr = args.lr or (1.5e-3 if tiny else 1e-6)
+    return args
+
+
+# ---------------------------------------------------------------- what a run leaves behind
+def append_row(path: Path, values) -> None:
+    """One whole line, on the disk; a disk that fills up in the middle of it leaves the lines before."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", newline="") as file:
+            csv.writer(file).writerow(values)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        os.truncate(path, size)
+        raise
+
+
+def save_checkpoint(model, tokenizer, out: Path, step: int) -> None:
+    """A directory that transformers and vLLM load, under its name only once it is whole."""
+    new = out / f"checkpoint-{step}.tmp"
+    shutil.rmtree(new, ignore_errors=True)
+    model.save_pretrained(new)
+    tokenizer.save_pretrained(new)
+    os.replace(new, out / f"checkpoint-{step}")
+    whole = sorted((int(p.name.split("-")[1]) for p in out.glob("checkpoint-*") if p.name.split("-")[1].isdigit()))
+    for old in whole[:-KEEP]:
+        shutil.rmtree(out / f"checkpoint-{old}")
+
+
+def draw(out: Path) -> None:
+    """The run's picture, from its CSV."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    with (out / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    column = {name: [float(row[name]) for row in rows] for name in COLUMNS}
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
+    left.plot(column["step"], column["reward"], "k-")
+    left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title=f"{out.name}: the policy learns")
+    middle.semilogy(column["step"], column["discrepancy_abs"], "k-", label="mean |d|")
+    middle.semilogy(column["step"], column["discrepancy_k3"], "k--", label="k3 of d")
+    middle.set(xlabel="step", ylabel="nats a token", title="discrepancy: the engine's part")
+    middle.legend()
+    right.plot(column["step"], column["lag_abs"], "k-", label="mean |l|")
+    right.plot(column["step"], column["age"], ".", color="0.6", label="age of the sampler's weights (steps)")
+    right.set(xlabel="step", ylabel="nats a token", yscale="symlog", title="lag: the stale weights' part")
+    right.set_yscale("symlog", linthresh=1e-3)
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(out / "train.png", dpi=110)
+    plt.close(figure)
+
+
+class Clock:
+    """Seconds by part of a step; waits for the GPU, so that each part pays for its own kernels."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(SECONDS, 0.0)
+
+    @contextmanager
+    def __call__(self, part: str):
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[part] += time.perf_counter() - start
+
+
+# ---------------------------------------------------------------- the run
+def accuracy(sampler, task, args, temperature: float) -> float:
+    """Mean reward on held-out prompts (their own random stream; 10^8 prompts exist)."""
+    digits, prompts = lesson1.make_prompts(task, args.tokenizer, 8 * args.prompts, np.random.default_rng([2**32, 0]))
+    rollout = sampler.sample(prompts, args.max_tokens, seed=0, temperature=temperature)
+    return lesson1.rewards(task, digits, rollout, args.tokenizer).mean().item()
+
+
+def train(args, sampler) -> None:
+    """The loop, written out."""
+    trainer, device = args.trainer, lesson1.DEVICE
+    task, correct = lesson1.TASKS["sum"], lesson2.CORRECTIONS[args.correction]
+    old = copy.deepcopy(trainer) if args.staleness else None           # the trainer at the sampler's weights
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=args.lr, betas=(0.9, 0.999), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / args.steps)
+    for step in range(args.steps):
+        begin, clock = time.perf_counter(), Clock()
+
+        # 1. sync: theta_s <- theta
+        with clock("sync"):
+            age = step % (args.staleness + 1)
+            if age == 0:
+                sampler.sync(trainer)
+                version = sampler.version
+                if args.staleness:
+                    old.load_state_dict(trainer.state_dict())          # a copy: it must not move with the trainer
+
+        # 2. sample: y ~ mu at theta_s
+        with clock("sampling"):
+            rng = np.random.default_rng([args.seed, step])
+            digits, prompts = lesson1.make_prompts(task, args.tokenizer, args.prompts, rng)
+            rollout = sampler.sample(prompts, args.max_tokens, seed=[args.seed, step, 1], group_size=args.group_size)
+            assert rollout.neutral and rollout.version == version, "not the distribution that the loss is about"
+
+        # 3. reward, and the advantage within each group
+        R = lesson1.rewards(task, digits.repeat(args.group_size, 0), rollout, args.tokenizer)
+        A = lesson2.advantages(R, args.group_size, args.advantage).to(device)
+
+        # 4. score: log pi at theta_s. At age 0 that is the update's own forward pass
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+        with clock("scoring"), autocast:
+            logp_old = lesson1.score(old, rollout) if age else torch.empty_like(rollout.logp_sampler)
+
+        # 5. update, in the micro-batches that the scoring used: the lag must not hold another batch shape's noise
+        with clock("update"):
+            n_tokens, loss, logp_now, weights = int(rollout.mask.sum()), 0.0, [], []
+            for rows in lesson1.micro_batches(rollout, trainer.config.get_text_config().vocab_size):
+                part = rollout[rows]
+                with autocast:
+                    logp = lesson1.score(trainer, part, grad=True)
+                if age == 0:
+                    logp_old[rows] = logp.detach()
+                # the correction plugs in here, and nowhere else
+                w = correct(logp, logp_old[rows], part.logp_sampler, A[rows], part.mask)
+                part_loss = lesson2.policy_loss(logp, w, A[rows], part.mask, n_tokens)
+                part_loss.backward()
+                loss += part_loss.item()
+                logp_now.append(logp.detach())
+                weights.append(w)
+            grad_norm = torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0).item()
+            lr = schedule.get_last_lr()[0]
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+        # what the step was: log pi - log mu = discrepancy + lag
+        mask = rollout.mask
+        discrepancy = lesson1.gap(logp_old[mask], rollout.logp_sampler[mask])
+        lag = lesson1.gap(torch.cat(logp_now)[mask], logp_old[mask])
+        cut = np.mean([reason == "length" for reason in rollout.finish_reasons])
+        seconds = time.perf_counter() - begin
+        append_row(args.out / "metrics.csv", [
+            step, age, R.mean().item(), n_tokens / len(rollout), cut, discrepancy["abs"], discrepancy["k3"], lag["abs"],
+            lag["rms"], torch.cat(weights)[mask].mean().item(), loss, grad_norm, lr, n_tokens,
+            *(round(s, 4) for s in clock.seconds.values()), round(seconds, 4)])
+        print(f"step {step:3d}  reward {R.mean():.3f}  |d| {discrepancy['abs']:.1e} k3 {discrepancy['k3']:.1e}  "
+              f"lag {lag['abs']:.1e} (age {age})  grad {grad_norm:.2e}  {n_tokens / seconds:5.0f} tok/s  "
+              + " ".join(f"{name} {s:.2f}" for name, s in clock.seconds.items()) + " s"
+              + ("  every group's rewards are equal: no gradient" if not A.any() else "")
+              + (f"  {cut:.0%} cut off: raise --max-tokens" if cut > 0.5 else ""), flush=True)
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            save_checkpoint(trainer, args.tokenizer, args.out, step + 1)
+
+
+def main(argv=None, sampler=None) -> None:
+    """argv as on the command line. `sampler`: a running Sampler of the same model, to be used and resynchronised."""
+    args = parse(argv)
+    append_row(args.out / "metrics.csv", COLUMNS)
+    try:
+        sampler = sampler or lesson1.Sampler(args.path)
+        task = lesson1.TASKS["sum"]
+        sampler.sync(args.trainer)
+        before = [accuracy(sampler, task, args, t) for t in (0.0, 1.0)]
+        print(f"held-out accuracy before: greedy {before[0]:.3f}, sampled {before[1]:.3f}")
+        train(args, sampler)
+        sampler.sync(args.trainer)
+        after = [accuracy(sampler, task, args, t) for t in (0.0, 1.0)]
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: {args.out} holds the steps so far and the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except (OSError, lesson1.SyncError) as error:
+        print(f"train.py: error: {error}; {args.out} holds the steps so far and the last checkpoint", file=sys.stderr)
+        sys.exit(1)
+    draw(args.out)
+    with (args.out / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    total = sum(float(row["seconds_step"]) for row in rows)
+    split = {part: sum(float(row[f"seconds_{part}"]) for row in rows) for part in SECONDS}
+    print(f"\n{args.steps} steps in {total:.0f} s: " + ", ".join(f"{part} {s / total:.0%}" for part, s in split.items())
+          + f", all the rest {1 - sum(split.values()) / total:.1%}")
+    print(f"held-out accuracy, {8 * args.prompts} prompts: greedy {before[0]:.3f} -> {after[0]:.3f}, sampled {before[1]:.3f} -> {after[1]:.3f}")
+    print(f"{args.out}: metrics.csv, train.png, checkpoint-{args.steps}/")
+
+
+if __name__ == "__main__":
+    main()
