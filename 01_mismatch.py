@@ -256,10 +256,11 @@ def find_model(name: str | None, task_name: str = "sum") -> str:
         part = "tokenizer"
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         ids = tokenizer("0123456789")["input_ids"]
+        if not ids:
+            raise ValueError("its files hold no vocabulary")   # transformers makes an empty one without a word
     except Exception as error:   # whatever is wrong there, transformers has an exception of its own for it
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{name}: no {part} that transformers can load, neither a directory nor on the hub "
-                         f"({reason})") from error
+        raise ValueError(f"{name}: no {part} there that transformers can load ({reason})") from error
     known = [i for i in ids if i != tokenizer.unk_token_id]
     if not known or max(ids) >= config.get_text_config().vocab_size:
         raise ValueError(f"{name}: tokenizer and model have no vocabulary in common for digits "
