@@ -10,21 +10,27 @@ builds the policy, the sampler and the trainer's scoring that all other files us
 first where it must vanish (the control), then as it naturally is, then with one bug at a time.
 
 Two sizes are always given together: mean |d|, and k3 = mean(exp(d) - 1 - d) >= 0, an estimate of
-KL(mu || pi). If mu is what sampled, E_mu[exp(d)] = 1, hence mean d = -k3 <= 0: a mean d above zero
-says that the recorded log-probs are not those of the distribution that sampled.
+KL(mu || pi). Where the recorded mu is what sampled, and could sample all that pi can, E_mu[exp(d)] = 1
+and so mean d = -k3 <= 0. A mean d clearly above zero therefore accuses the records: some log-prob,
+mu's or pi's, is not that of a distribution.
 
-Run it:  python 01_mismatch.py                          a CPU, the tiny policy: built once, then about 40 s
+Words: an arm is one pairing of engine and trainer in the measurement; a sync gives the engine the
+trainer's weights; a tied head is an output layer that shares its matrix with the embedding; the head of
+a distribution is its K most likely tokens.
+
+Run it:  python 01_mismatch.py                          a CPU, the tiny policy: built once, then about 20 s
          python 01_mismatch.py --model Qwen/Qwen3-0.6B   a CUDA GPU (its default model; not run yet)
-Expect:  control exactly 0, fp32 against fp32 about 1e-7, bf16 about 1e-3 to 1e-2, the bugs far above;
+Expect:  control exactly 0, fp32 against fp32 about 1e-7, bf16 about 2e-3, the bugs 6 to 70 times that
+         (log-softmax in bf16: only 1.4 times, the bug that hides best);
          table and laws in figures/01_mismatch.json, the picture in figures/01_mismatch.png.
 
 Exercises (tests/test_01_mismatch.py grades the functions):
  1. Rewrite `token_logp` with `logsumexp` and without a (B, T, V) log-softmax. 3 lines; test_token_logp.
  2. Rewrite `gap` for one list of log-prob pairs in plain Python, no torch. 8 lines; test_gap.
  3. Predict, then run: which of the natural arms gets smaller when the policy is more certain of its
-    tokens? Train with train.py, then `python 01_mismatch.py --model runs/none-s0-seed0/checkpoint-80`.
- 4. Break one thing: score with `position_ids` left out, then with `attention_mask` left out.
-    Which of the two matters, and for which rows? 1 line each; test_padded_row_equals_its_row_alone.
+    tokens? Run train.py, then `python 01_mismatch.py --out . --model runs/none-s0-seed0/checkpoint-80`.
+ 4. Break `response_logits`: leave out `position_ids`, then `attention_mask`. Which of the two matters
+    to rows of different lengths, and why? 1 line each; test_padded_row_equals_its_row_alone.
 """
 import argparse
 import copy
@@ -57,6 +63,7 @@ transformers.utils.logging.disable_progress_bar()
 ROOT = Path(__file__).resolve().parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HUB_MODEL = "Qwen/Qwen3-0.6B"       # the default where there is a GPU; elsewhere the tiny policy
+CANARY_FLOOR, CANARY_ROUNDING = 1e-4, 3   # a sync may leave a gap of floor + 3 x what rounding explains
 MAX_MODEL_LEN = 2048                # tokens of prompt and response together
 LOGITS_AT_ONCE = 2**27              # float32 logits a micro-batch may hold (512 MiB)
 
@@ -223,7 +230,7 @@ def file_hashes(folder: Path) -> dict:
 def policy(task_name: str = "sum") -> Path:
     """The tiny policy's checkpoint for a task: taken from checkpoints/ if it is there and whole,
     else built (well under a minute) and put there in one rename."""
-    settings = json.loads(json.dumps({"task": asdict(TASKS[task_name]), "architecture": ARCHITECTURE}))
+    settings = {"task": asdict(TASKS[task_name]), "architecture": ARCHITECTURE}
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     folder = ROOT / "checkpoints" / f"{task_name}-{key}"
     try:
@@ -284,13 +291,13 @@ class Rollout:
     prompt_mask: Tensor        # (B, P) bool
     ids: Tensor                # (B, T) response tokens, right-padded, the end of sequence included
     mask: Tensor               # (B, T) bool: 1 on response tokens
-    logp_sampler: Tensor       # (B, T) log mu of the sampled token, nats; 0 where masked
+    logp_sampler: Tensor       # (B, T) log mu of the sampled token, nats; 0 on padding
     head_ids: Tensor           # (B, T, K) the K most likely tokens, K = 0: not recorded
     head_logp: Tensor          # (B, T, K) their log-probs, normalised over the full vocabulary
     finish_reasons: list[str]  # "stop": ended by itself, "length": cut off at max_tokens
     version: int               # how often the sampler's weights had been replaced
     temperature: float         # that the engine divided its logits by
-    neutral: bool              # nothing else changed the distribution, and the temperature was 1
+    neutral: bool              # sampled from the model's own distribution, see is_neutral
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -306,9 +313,9 @@ def pack(prompts: list[list[int]], completions: list, version: int, temperature:
          neutral: bool) -> Rollout:
     """vLLM's completions (token_ids, flat logprobs, finish_reason) as padded tensors.
 
-    A position's flat log-probs are the sampled token, then the head, in which the sampled token may
-    stand again: slot 0 is never part of the head. Token ids are used as they came; nothing is
-    tokenised again. Raises ValueError where a completion has not one log-prob a token."""
+    The flat lists run over the positions, K + 1 entries each: [sampled, top 1, ..., top K, sampled, top 1,
+    ...]. The sampled token may stand again in the top K: slot 0 is never part of the head. Token ids are used as they
+    came; nothing is tokenised again. Raises ValueError where a completion has not one log-prob a token."""
     B, P, T = len(prompts), max(map(len, prompts)), max(len(c.token_ids) for c in completions)
     K = len(completions[0].logprobs.logprobs) // len(completions[0].logprobs) - 1
     prompt_ids, prompt_mask = np.zeros((B, P), np.int64), np.zeros((B, P), bool)
@@ -355,7 +362,8 @@ class Sampler:
         from vllm import LLM, ModelRegistry
         config = transformers.AutoConfig.from_pretrained(path)
         architecture = config.architectures[0]
-        if architecture in ModelRegistry.models:   # known class: else vLLM looks at it in a new process
+        if architecture in ModelRegistry.models:   # registered as a class; under its name alone vLLM would
+            #                                        start another process, which imports torchvision, to look at it
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
         self.dtype = getattr(torch, dtype)
         self.version = 0
@@ -384,15 +392,16 @@ class Sampler:
         return pack(prompts, [o.outputs[0] for o in outputs], self.version, temperature, is_neutral(params[0]))
 
     def sync(self, model, state: dict | None = None) -> float:
-        """Load the trainer's weights (or `state`, made from them) and prove that they arrived.
+        """Load the trainer's weights (or `state`, made from them) and check by a canary that they arrived.
 
-        Returns the canary's gap. Raises SyncError if the canary is off, RuntimeError if old cache
-        blocks survive. Sends state_dict(), not named_parameters(): a tied head has no parameter of
-        its own, and vLLM keeps the old head without it."""
+        Returns the canary's gap. Raises SyncError if it is larger than rounding explains, RuntimeError if
+        old cache blocks survive. Sends state_dict(), not named_parameters(): that lists a tied matrix once,
+        as the embedding, and vLLM, which holds a head of its own, would keep the old one without a word.
+        What moves the log-probs less than rounding does, the canary cannot see."""
         state = model.state_dict() if state is None else state
         self.load(state)
         gap_now, rounding = self.canary(model, state)
-        if not gap_now <= 1e-4 + 5 * rounding:
+        if not gap_now <= CANARY_FLOOR + CANARY_ROUNDING * rounding:
             raise SyncError(f"after the sync engine and trainer differ by {gap_now:.2g} nats a token, where "
                             f"rounding the weights to {self.dtype} explains {rounding:.2g}: the weights did not arrive")
         return gap_now
@@ -409,7 +418,7 @@ class Sampler:
         """Mean |d| on a fixed text between the engine and the trainer's model with `state`, and the
         mean |d| that rounding `state` to the engine's dtype makes in the trainer alone (nats)."""
         from vllm import SamplingParams
-        ids = torch.tensor([[7 * i * i % 13 for i in range(64)]], device=DEVICE)  # ids that any vocabulary has
+        ids = torch.arange(64, device=DEVICE)[None] % 13                          # ids that any vocabulary has
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         output = self.llm.generate([{"prompt_token_ids": ids[0].tolist()}], params, use_tqdm=False)[0]
         logp_engine = torch.tensor(output.prompt_logprobs.logprobs, device=DEVICE)
@@ -451,7 +460,7 @@ def token_logp(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 
 
 def score(model, rollout: Rollout, head: bool = False, grad: bool = False):
-    """log pi of the sampled tokens (B, T) in nats, 0 where masked; with `head` also of the recorded
+    """log pi of the sampled tokens (B, T) in nats, 0 on padding; with `head` also of the recorded
     head ids (B, T, K). Micro-batched, with dropout off, without gradient unless `grad`."""
     model.eval()
     parts = []
@@ -501,14 +510,14 @@ def bf16_logp(model, rollout: Rollout) -> Tensor:
             for rows in micro_batches(rollout, model.config.get_text_config().vocab_size)])
 
 
-def measure(path: str, seed: int, quick: bool) -> tuple[dict, list]:
-    """Every arm, over several seeds of the sampling. Returns {arm: (kind, [(log pi, log mu) a seed])} on
+def measure(path: str, fp32, seed: int, quick: bool) -> tuple[dict, list]:
+    """Every arm, over several seeds of the sampling; fp32: the trainer. Returns {arm: (kind, [(log pi, log mu) a seed])} on
     the response tokens, and for each pair of engines its two errors against float64."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     tiny, task = is_tiny(tokenizer), TASKS["sum"]
     n, repeats, max_tokens = (256 if tiny else 64) // (8 if quick else 1), 2 if quick else 4, task.max_tokens if tiny else 256
-    fp32, bf16 = load_model(path), load_model(path, torch.bfloat16)
-    exact = copy.deepcopy(bf16).double()          # float64 arithmetic on the SAME rounded weights
+    bf16 = load_model(path, torch.bfloat16)
+    exact = copy.deepcopy(bf16).double()          # float64 arithmetic on the bf16-rounded weights
     ahead = copy.deepcopy(fp32)                   # takes one optimizer step; fp32 never changes
     engine16, engine32 = Sampler(path, "bfloat16", gpu_memory_utilization=0.2), Sampler(path, "float32", gpu_memory_utilization=0.2)
     engine_raw = Sampler(path, "bfloat16", logprobs_mode="raw_logprobs", gpu_memory_utilization=0.2)
@@ -521,8 +530,8 @@ def measure(path: str, seed: int, quick: bool) -> tuple[dict, list]:
         arms.setdefault(name, (kind, []))[1].append((logp[rollout.mask], other[rollout.mask]))
 
     for r in tqdm(range(repeats), desc="measuring"):
-        draw = dict(max_tokens=max_tokens, seed=[seed, r])
-        roll16, roll32 = engine16.sample(prompts, **draw), engine32.sample(prompts, **draw)
+        request = dict(max_tokens=max_tokens, seed=[seed, r])
+        roll16, roll32 = engine16.sample(prompts, **request), engine32.sample(prompts, **request)
 
         record("control", "fp32 trainer twice", roll16, score(fp32, roll16), score(fp32, roll16))
         record("control", "fp32 engine | fp32 trainer", roll32, score(fp32, roll32))
@@ -538,11 +547,11 @@ def measure(path: str, seed: int, quick: bool) -> tuple[dict, list]:
             record("batch shape", f"{name} trainer: batch | row alone", roll16, score(trainer, roll16), alone)
 
         # The bugs. Each changes one thing of "bf16 engine | fp32 trainer" and puts it back.
-        cold = engine16.sample(prompts, temperature=0.7, **draw)
+        cold = engine16.sample(prompts, temperature=0.7, **request)
         record("bug", "temperature 0.7 in sampler only", cold, score(fp32, replace(cold, temperature=1.0)))
-        cold = engine_raw.sample(prompts, temperature=0.7, **draw)
+        cold = engine_raw.sample(prompts, temperature=0.7, **request)
         record("bug", "raw log-probs at T = 0.7", cold, score(fp32, cold))
-        topk = engine16.sample(prompts, top_k=3, **draw)
+        topk = engine16.sample(prompts, top_k=3, **request)
         record("bug", "top-k 3 in sampler only", topk, score(fp32, topk))
         record("bug", "bf16 log-softmax", roll16, bf16_logp(fp32, roll16))
         ahead.load_state_dict(fp32.state_dict())
@@ -550,17 +559,18 @@ def measure(path: str, seed: int, quick: bool) -> tuple[dict, list]:
         record("bug", "weights one step stale", roll16, score(ahead, roll16))
         if fp32.config.tie_word_embeddings:
             engine16.load(dict(ahead.named_parameters()))        # no lm_head.weight among them
-            lost = engine16.sample(prompts, **draw)
+            lost = engine16.sample(prompts, **request)
             record("bug", "tied head lost in the sync", lost, score(ahead, lost))
             engine16.sync(fp32)
-        again = engine16.sample(prompts, **draw)
+        again = engine16.sample(prompts, **request)
         record("control", "back at bf16 engine | fp32 trainer", again, score(fp32, again))
     return arms, [(name, torch.cat(e, 1).double()) for name, e in errors.items()]
 
 
 def explain(errors: list) -> list[dict]:
     """Each pair's rms gap from its two errors e against float64, d = e_trainer - e_engine:
-    rms^2 = rms_engine^2 + rms_trainer^2 - 2 corr rms_engine rms_trainer; corr = 0 if independent."""
+    rms^2 = rms_engine^2 + rms_trainer^2 - 2 corr rms_engine rms_trainer, corr = E[e e'] / (rms rms'). With
+    the measured corr that is an identity, a check of the bookkeeping; corr = 0 is the prediction."""
     rows = []
     for name, (engine, trainer) in errors:
         rms_engine, rms_trainer = (e.square().mean().sqrt().item() for e in (engine, trainer))
@@ -575,7 +585,8 @@ def explain(errors: list) -> list[dict]:
 
 def by_probability(logp: Tensor, logp_sampler: Tensor) -> list[dict]:
     """Mean |d| against the sampled token's probability. Noise eps on a token's log-odds moves its
-    log-prob by (1 - p) eps (CIS, arXiv 2609.32444): |d| = eps (1 - p), one eps for all bins."""
+    log-prob by (1 - p) eps (confidence-dependent IS, arXiv 2609.32444): |d| = eps (1 - p), with one eps,
+    fitted to the overall mean, for all bins."""
     p, d = logp_sampler.exp().double(), (logp - logp_sampler).abs().double()
     eps = (d.mean() / (1 - p).mean()).item()
     edges = [0, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97, 1.01]
@@ -625,16 +636,17 @@ def report(result: dict) -> None:
     for why in result["why"]:
         pair, row = why["pair"], rows[why["pair"]]
         laws += [(f"{pair}: k3 = rms^2 / 2, d being small", row["rms"]**2 / 2, row["k3"]),
-                 (f"{pair}: E_mu[exp d] = 1", 1, row["weight"]),
+                 (f"{pair}: E_mu[exp d] - 1, s.e. {row['rms'] / row['tokens']**0.5:.0e}", 0, row["weight"] - 1),
                  (f"{pair}: rms gap from independent errors", why["independent"], why["measured"]),
                  (f"{'':17} ... and from their correlation, {why['corr']:+.2f} (identity)", why["predicted"], why["measured"])]
     for law, predicted, measured in laws:
         print(f"{law:66}{predicted:9.4g} | {measured:9.4g}")
 
-    print("\nwhose error is it? rms against float64 arithmetic on the same bf16-rounded weights")
+    print("\nwhose error is it? rms against float64 arithmetic on the bf16-rounded weights (an fp32 side computes exactly, on "
+          "unrounded weights: its error is the rounding of the weights)")
     for why in result["why"]:
         print(f"{why['pair']:36}engine {why['engine']:.2e}   trainer {why['trainer']:.2e}")
-    print("\nmean |d| against the probability p of the sampled token:   predicted eps (1 - p) | measured")
+    print("\nmean |d| against the probability p of the sampled token:   eps (1 - p), eps fitted | measured")
     for row in result["probability"]:
         print(f"  p about {row['p']:.4f}, {row['n']:5d} tokens{row['predicted']:48.1e} | {row['measured']:.1e}")
     print("\nfingerprints                        size x natural   mean d where p > 1/2   where p < 1/2   share of d > 0")
@@ -659,7 +671,7 @@ def draw(result: dict, path: Path) -> None:
     left.legend()
     p = [1 - r["p"] for r in result["probability"]]
     middle.loglog(p, [r["measured"] for r in result["probability"]], "ko-", label="measured")
-    middle.loglog(p, [r["predicted"] for r in result["probability"]], "k--", label="predicted: eps (1 - p)")
+    middle.loglog(p, [r["predicted"] for r in result["probability"]], "k--", label="eps (1 - p), one eps fitted")
     middle.set(xlabel="1 - p of the sampled token (right: unlikely)", ylabel="mean |d| (nats)",
                title="bf16 engine | fp32 trainer:\nthe gap is largest on unlikely tokens")
     middle.legend()
@@ -699,26 +711,37 @@ def save_json(result: dict, path: Path) -> None:
     os.replace(new, path)
 
 
-def main(argv=None) -> dict:
-    parser = Parser(prog="01_mismatch.py", description=__doc__.split("\n")[0])
+def lesson_arguments(prog: str, doc: str, argv) -> tuple:
+    """A lesson's flags, the path of its model, and the trainer loaded from there. Exits with code 2 and one
+    line if any of them is bad."""
+    parser = Parser(prog=prog, description=doc.split("\n")[0])
     parser.add_argument("--model", help=f"a local directory or a hub name (default: {HUB_MODEL} on a GPU, else the tiny policy)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the sampling")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the prompts, half the repeats")
+    parser.add_argument("--quick", action="store_true", help="the same experiment, smaller")
     parser.add_argument("--out", type=Path, default=ROOT / "figures", help="folder for the JSON and the picture")
     args = parser.parse_args(argv)
+    if args.seed < 0:
+        parser.error(f"--seed must be at least 0, not {args.seed}")
     try:
         check_vllm()
-        path = find_model(args.model)
-        load_model(path)
         args.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    result = summarise(*measure(path, args.seed, args.quick))
+        path = find_model(args.model)
+        trainer = load_model(path)
+    except OSError as error:
+        parser.error(f"--out {args.out} cannot be written: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"--model {error}")
+    return args, path, trainer
+
+
+def main(argv=None) -> dict:
+    args, path, trainer = lesson_arguments("01_mismatch.py", __doc__, argv)
+    result = summarise(*measure(path, trainer, args.seed, args.quick))
     result["settings"] = {"model": args.model or ("tiny" if DEVICE.type == "cpu" else HUB_MODEL), "seed": args.seed, "quick": args.quick}
     report(result)
-    natural = next(r for r in result["table"] if r["arm"] == "bf16 engine | fp32 trainer")
+    natural, floor = (next(r for r in result["table"] if r["arm"] == arm) for arm in ("bf16 engine | fp32 trainer", "fp32 engine | fp32 trainer"))
     print(f"\nAt the same weights the two engines differ by {natural['abs']:.1e} nats a token (k3 {natural['k3']:.1e}), "
-          f"in fp32 by {next(r for r in result['table'] if r['arm'] == 'fp32 engine | fp32 trainer')['abs']:.0e}: the gap is rounding.")
+          f"in fp32 by {floor['abs']:.0e}: the gap is rounding.")
     save_json(result, args.out / "01_mismatch.json")
     draw(result, args.out / "01_mismatch.png")
     print(f"picture: {args.out / '01_mismatch.png'}")

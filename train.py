@@ -1,14 +1,17 @@
 """GRPO end to end: vLLM samples, a separate PyTorch trainer learns, and the mismatch is in every row.
 
+Of GRPO (arXiv 2402.03300) this is the group-relative advantage with one optimizer step a batch, where
+PPO's ratio is 1 before the step and its clip does nothing; no KL penalty; the loss is a mean over the batch's tokens.
+
 A step, in the order of the loop in `train`:
  1. sync     the sampler takes the trainer's weights, every staleness + 1 steps      Sampler.sync (01)
  2. sample   G responses to each of the prompts, from the sampler's mu               Sampler.sample (01)
  3. reward   each response, then its advantage within its group                      rewards (01), advantages (02)
- 4. score    log pi at the sampler's weights: discrepancy d = log pi_old - log mu    score (01)
- 5. update   log pi now, lag l = log pi - log pi_old; weight w; L = -sum A w log pi / N; AdamW
-             w comes from one table, `--correction`                                  CORRECTIONS, policy_loss (02)
+ 4. score    discrepancy d = log pi_old - log mu, lag l = log pi - log pi_old        score (01)
+             and from them the weight w that `--correction` names                    CORRECTIONS (02)
+ 5. update   L = -sum A w log pi / N; gradient norm clipped to 1; AdamW              policy_loss (02)
 
-Run it:  python train.py                  a CPU: the tiny policy learns the running sum, about a minute
+Run it:  python train.py                  a CPU: the tiny policy learns the running sum, half a minute
          python train.py --staleness 15   the sampler's weights are up to 15 steps old
          python train.py --model Qwen/Qwen3-0.6B    a CUDA GPU (the default there): not run yet
 A run lives in --out: metrics.csv (a row a step), train.png, checkpoint-<step>/.
@@ -26,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-lesson1 = import_module("01_mismatch")   # first: it decides what of torch's company is imported
+lesson1 = import_module("01_mismatch")   # before torch: it hides the broken packages around it
 lesson2 = import_module("02_importance_sampling")
 import torch
 import transformers
@@ -34,7 +37,8 @@ import transformers
 SECONDS = ("sampling", "scoring", "update", "sync")
 COLUMNS = ["step", "age", "reward", "length", "truncated", "discrepancy_abs", "discrepancy_k3", "lag_abs", "lag_rms",
            "weight", "loss", "grad_norm", "lr", "tokens", *(f"seconds_{s}" for s in SECONDS), "seconds_step"]
-KEEP = 2            # checkpoints
+KEEP = 2               # checkpoints
+HELD_OUT = [2**40, 7]  # the held-out prompts' seed; no run's seed and step
 
 
 # ---------------------------------------------------------------- the command line
@@ -137,7 +141,7 @@ def draw(out: Path) -> None:
     middle.legend()
     right.plot(column["step"], column["lag_abs"], "k-", label="mean |l|")
     right.plot(column["step"], column["age"], ".", color="0.6", label="age of the sampler's weights (steps)")
-    right.set(xlabel="step", ylabel="nats a token", yscale="symlog", title="lag: the stale weights' part")
+    right.set(xlabel="step", ylabel="nats a token", title="lag: the stale weights' part")
     right.set_yscale("symlog", linthresh=1e-3)
     right.legend()
     figure.tight_layout()
@@ -163,7 +167,7 @@ class Clock:
 # ---------------------------------------------------------------- the run
 def accuracy(sampler, task, args, temperature: float) -> float:
     """Mean reward on held-out prompts (their own random stream; 10^8 prompts exist)."""
-    digits, prompts = lesson1.make_prompts(task, args.tokenizer, 8 * args.prompts, np.random.default_rng([2**32, 0]))
+    digits, prompts = lesson1.make_prompts(task, args.tokenizer, 8 * args.prompts, np.random.default_rng(HELD_OUT))
     rollout = sampler.sample(prompts, args.max_tokens, seed=0, temperature=temperature)
     return lesson1.rewards(task, digits, rollout, args.tokenizer).mean().item()
 
@@ -198,27 +202,25 @@ def train(args, sampler) -> None:
         R = lesson1.rewards(task, digits.repeat(args.group_size, 0), rollout, args.tokenizer)
         A = lesson2.advantages(R, args.group_size, args.advantage).to(device)
 
-        # 4. score: log pi at theta_s. At age 0 that is the update's own forward pass
+        # 4. score: log pi at theta, and at theta_s, in the same micro-batches: another batch shape rounds elsewhere
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+        parts = lesson1.micro_batches(rollout, trainer.config.get_text_config().vocab_size)
         with clock("scoring"), autocast:
-            logp_old = lesson1.score(old, rollout) if age else torch.empty_like(rollout.logp_sampler)
+            logp = lesson1.score(trainer, rollout, grad=len(parts) == 1)   # one micro-batch: its graph serves the update
+            logp_now = logp.detach()
+            logp_old = lesson1.score(old, rollout) if age else logp_now    # at age 0, theta = theta_s
+            # the correction plugs in here, and nowhere else
+            w = correct(logp_now, logp_old, rollout.logp_sampler, A, rollout.mask)
 
-        # 5. update, in the micro-batches that the scoring used: the lag must not hold another batch shape's noise
+        # 5. update: the parts' losses, over the whole batch's token count, add up to the batch's loss
         with clock("update"):
-            n_tokens, loss, logp_now, weights = int(rollout.mask.sum()), 0.0, [], []
-            for rows in lesson1.micro_batches(rollout, trainer.config.get_text_config().vocab_size):
-                part = rollout[rows]
+            n_tokens, loss = int(rollout.mask.sum()), 0.0
+            for rows in parts:
                 with autocast:
-                    logp = lesson1.score(trainer, part, grad=True)
-                if age == 0:
-                    logp_old[rows] = logp.detach()
-                # the correction plugs in here, and nowhere else
-                w = correct(logp, logp_old[rows], part.logp_sampler, A[rows], part.mask)
-                part_loss = lesson2.policy_loss(logp, w, A[rows], part.mask, n_tokens)
+                    part_logp = logp if len(parts) == 1 else lesson1.score(trainer, rollout[rows], grad=True)
+                part_loss = lesson2.policy_loss(part_logp, w[rows], A[rows], rollout.mask[rows], n_tokens)
                 part_loss.backward()
                 loss += part_loss.item()
-                logp_now.append(logp.detach())
-                weights.append(w)
             grad_norm = torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0).item()
             lr = schedule.get_last_lr()[0]
             optimizer.step()
@@ -228,12 +230,12 @@ def train(args, sampler) -> None:
         # what the step was: log pi - log mu = discrepancy + lag
         mask = rollout.mask
         discrepancy = lesson1.gap(logp_old[mask], rollout.logp_sampler[mask])
-        lag = lesson1.gap(torch.cat(logp_now)[mask], logp_old[mask])
+        lag = lesson1.gap(logp_now[mask], logp_old[mask])
         cut = np.mean([reason == "length" for reason in rollout.finish_reasons])
         seconds = time.perf_counter() - begin
         append_row(args.out / "metrics.csv", [
             step, age, R.mean().item(), n_tokens / len(rollout), cut, discrepancy["abs"], discrepancy["k3"], lag["abs"],
-            lag["rms"], torch.cat(weights)[mask].mean().item(), loss, grad_norm, lr, n_tokens,
+            lag["rms"], w[mask].mean().item(), loss, grad_norm, lr, n_tokens,
             *(round(s, 4) for s in clock.seconds.values()), round(seconds, 4)])
         print(f"step {step:3d}  reward {R.mean():.3f}  |d| {discrepancy['abs']:.1e} k3 {discrepancy['k3']:.1e}  "
               f"lag {lag['abs']:.1e} (age {age})  grad {grad_norm:.2e}  {n_tokens / seconds:5.0f} tok/s  "
@@ -251,7 +253,7 @@ def main(argv=None, sampler=None) -> None:
     try:
         sampler = sampler or lesson1.Sampler(args.path)
         task = lesson1.TASKS["sum"]
-        sampler.sync(args.trainer)
+        sampler.sync(args.trainer)      # a running one may hold anything
         before = [accuracy(sampler, task, args, t) for t in (0.0, 1.0)]
         print(f"held-out accuracy before: greedy {before[0]:.3f}, sampled {before[1]:.3f}")
         train(args, sampler)

@@ -49,6 +49,14 @@ def test_on_policy_lag_is_zero_at_every_step(tmp_path, engine):
     assert all(float(row["lag_abs"]) == 0 and row["age"] == "0" for row in run(tmp_path / "a", engine))
 
 
+@pytest.mark.parametrize("name", list(train.lesson2.CORRECTIONS))
+def test_two_steps_of_every_correction(name, tmp_path, engine):
+    rows = run(tmp_path / "a", engine, "--staleness", "1", "--correction", name)
+    assert len(rows) == 2 and all(torch.isfinite(torch.tensor([float(v) for v in row.values()])).all() for row in rows)
+    assert abs(float(rows[0]["weight"]) - 1) < 1e-4                            # an fp32 engine at age 0
+    assert name in ("none", "kpop") or float(rows[1]["weight"]) != 1
+
+
 def test_the_correction_reaches_the_loss(tmp_path, engine):
     none = run(tmp_path / "none", engine, "--steps", "4", "--staleness", "3")
     tis = run(tmp_path / "tis", engine, "--steps", "4", "--staleness", "3", "--correction", "tis")
