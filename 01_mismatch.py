@@ -711,14 +711,16 @@ def save_json(result: dict, path: Path) -> None:
     os.replace(new, path)
 
 
-def lesson_arguments(prog: str, doc: str, argv) -> tuple:
-    """A lesson's flags, the path of its model, and the trainer loaded from there. Exits with code 2 and one
+def lesson_arguments(prog: str, doc: str, argv, study: str | None = None) -> tuple:
+    """A lesson's flags (`study`: what its --study adds), the path of its model, and the trainer loaded from there. Exits with code 2 and one
     line if any of them is bad."""
     parser = Parser(prog=prog, description=doc.split("\n")[0])
     parser.add_argument("--model", help=f"a local directory or a hub name (default: {HUB_MODEL} on a GPU, else the tiny policy)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the sampling")
     parser.add_argument("--quick", action="store_true", help="the same experiment, smaller")
     parser.add_argument("--out", type=Path, default=ROOT / "figures", help="folder for the JSON and the picture")
+    if study:
+        parser.add_argument("--study", action="store_true", help=study)
     args = parser.parse_args(argv)
     if args.seed < 0:
         parser.error(f"--seed must be at least 0, not {args.seed}")
