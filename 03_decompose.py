@@ -335,16 +335,17 @@ def report(result: dict) -> None:
     for r in rows[::max(1, len(rows) // 20)]:
         print(f"{r['step']:4d} {r['age']:3d} {r['reward']:6.3f}  {r['d_rms']:8.1e} {r['d_mean']:9.1e} {r['d_odds']:13.1e}  {r['l_rms']:8.1e} {r['l_mean']:9.1e}  {r['mean_weight']:10.3f}"
               f"{r['ess_token_predicted']:23.3f} | {r['ess_token']:.3f}{r['ess_sequence_predicted']:28.3f} | {r['ess_sequence']:.3f}")
-    print(f"\n{'':76}predicted |  measured")
-    synced, stale = [r for r in rows if r["age"] == 0], [r for r in rows if r["age"]]
-    print(f"{'log pi - log mu = discrepancy + lag: largest difference, nats':76}{0:9} | {max(r['identity'] for r in rows):9.1e}")
-    print(f"{'lag at a sync: largest rms':76}{0:9} | {max(r['l_rms'] for r in synced):9.1e}")
+    print(f"\n{'':78}predicted |  measured")
+    laws = [("log pi - log mu = discrepancy + lag: largest difference, nats", 0, f"{max(r['identity'] for r in rows):.1e}"),
+            ("lag at a sync: largest rms", 0, f"{max(r['l_rms'] for r in rows if r['age'] == 0):.1e}")]
     for name, unit in (("d_rms", "rms discrepancy, nats"), ("d_odds", "discrepancy on the log-odds")):
         mean, (a, error) = np.mean([r[name] for r in rows]), result["follow"][f"{name}_slope"]
-        print(f"{f'{unit} (mean {mean:.1e}): change over the run, in % of its mean':76}{0:9} | {100 * a * len(rows) / mean:6.0f} ± {100 * error * len(rows) / mean:.0f}")
-    print(f"{'rms lag at age 1 over rms discrepancy':76}{'':9} | {np.mean([r['l_rms'] / r['d_rms'] for r in stale if r['age'] == 1]):9.1f}")
-    for name, fit in fits.items():
-        print(f"{f'rms lag against age t: fit {fit['a']:.3f} {name}, rms error of the fit, share of the mean':76}{'':9} | {fit['error']:9.2f}")
+        laws.append((f"{unit} (mean {mean:.1e}): change over the run, % of the mean", 0, f"{100 * a * len(rows) / mean:.0f} ± {100 * error * len(rows) / mean:.0f}"))
+    best = min(fits, key=lambda name: fits[name]["error"])
+    laws += [(f"rms lag against age t: misfit of {fit['a']:.3f} {name}, share of the mean" + ("  (the better)" if name == best else ""), 0,
+              f"{fit['error']:.2f}") for name, fit in fits.items()]
+    for law, predicted, measured in laws:
+        print(f"{law:78}{predicted:9} | {measured:>9}")
     if "drift" in result:
         print(f"\n{'loaded into the engine':30}{'mean |d|':>9}{'k3':>9}   raw: |D|/|S|  cos(D,S)  cos(G,S)   group mean: |D|/|S|  cos(D,S)  cos(G,S)")
         for raw, mean in zip(result["drift"][::2], result["drift"][1::2]):
