@@ -49,6 +49,7 @@ from pathlib import Path
 # another torch would break every import of a transformers model: None marks them as absent.
 sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")   # waiting threads sleep: spinning ones make a busy CPU ten times slower
 
 import numpy as np
 import torch

@@ -371,20 +371,20 @@ def draw(result: dict, path: Path) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.4))
     left.semilogy(step, [max(r["l_rms"], 1e-4) for r in rows], "k.-", label="lag (0 at a sync: drawn at 1e-4)")
     left.semilogy(step, [r["d_rms"] for r in rows], "-", color="0.55", linewidth=2, label="discrepancy")
-    left.set(xlabel="step", ylabel="rms over the step's tokens (nats)", title="The lag dwarfs the discrepancy\none step after a sync")
-    left.legend()
+    left.set(xlabel="step", ylabel="rms over the step's tokens (nats)", ylim=(5e-5, 30), title="The lag dwarfs the discrepancy\none step after a sync")
+    left.legend(loc="upper left")
     for level, style, shade in (("token", "s--", "0.55"), ("sequence", "o-", "0")):
         middle.plot(step, [r[f"ess_{level}"] for r in rows], style, color=shade, markersize=4, label=f"ESS of the lag ratio, {level} level")
     middle.axhline(0.5, color="k", linewidth=0.8)
     for r in rows:
         if r["age"] == 0:
             middle.axvline(r["step"], color="k", linestyle=":", linewidth=0.8)
-    middle.set(xlabel="step (dotted: sync)", ylabel="share of the samples", ylim=(0, 1.05), title="Whole responses run out of effective\nsamples first")
-    middle.legend(fontsize=8)
+    middle.set(xlabel="step (dotted: sync)", ylabel="share of the samples", ylim=(0, 1.3), title="Whole responses run out of effective\nsamples first")
+    middle.legend(fontsize=8, loc="upper left")
     for (name, cosines), style in zip(result.get("directions", {}).items(), ("ko-", "k^--")):
         right.plot([int(a) for a in cosines], list(cosines.values()), style, label=name)
     right.axhline(0, color="k", linewidth=0.5)
-    right.set(xlabel="steps apart", ylabel="cosine of the drift with itself", ylim=(-0.3, 1.1), title="The engine's drift keeps its direction")
+    right.set(xlabel="steps apart", ylabel="cosine of the drift with itself", ylim=(-0.3, 1.1), title="The engine's drift keeps its direction,\nthe lag's turns")
     right.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
