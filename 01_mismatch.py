@@ -28,7 +28,7 @@ Exercises (tests/test_01_mismatch.py grades the functions):
  1. Rewrite `token_logp` with `logsumexp` and without a (B, T, V) log-softmax. 3 lines; test_token_logp.
  2. Rewrite `gap` for one list of log-prob pairs in plain Python, no torch. 8 lines; test_gap.
  3. Predict, then run: which of the natural arms gets smaller when the policy is more certain of its
-    tokens? Run train.py, then `python 01_mismatch.py --out . --model runs/none-s0-seed0/checkpoint-80`.
+    tokens? Run train.py, then `python 01_mismatch.py --model runs/none-s0-seed0/checkpoint-80`.
  4. Break `response_logits`: leave out `position_ids`, then `attention_mask`. Which of the two matters
     to rows of different lengths, and why? 1 line each; test_padded_row_equals_its_row_alone.
 """
@@ -56,6 +56,7 @@ import torch
 if not torch.cuda.is_available():
     sys.modules["triton"] = None    # it has no CPU backend, and leaves 30 lines of notes at exit
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)   # its retries, where there is no network
 import transformers
 from torch import Tensor
 from tqdm import tqdm
@@ -360,6 +361,7 @@ class Sampler:
         if DEVICE.type == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")          # GiB
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")             # nothing to compile on a CPU
+        print(f"starting vLLM ({dtype}) ...", flush=True)
         from vllm import LLM, ModelRegistry
         config = transformers.AutoConfig.from_pretrained(path)
         architecture = config.architectures[0]
@@ -596,6 +598,7 @@ def by_probability(logp: Tensor, logp_sampler: Tensor) -> list[dict]:
         here = (p >= low) & (p < high)
         if here.sum() >= 10:
             rows.append({"p": p[here].mean().item(), "n": int(here.sum()), "measured": d[here].mean().item(),
+                         "error": (d[here].std() / here.sum()**0.5).item(),
                          "predicted": eps * (1 - p[here]).mean().item()})
     return rows
 
@@ -649,7 +652,7 @@ def report(result: dict) -> None:
         print(f"{why['pair']:36}engine {why['engine']:.2e}   trainer {why['trainer']:.2e}")
     print("\nmean |d| against the probability p of the sampled token:   eps (1 - p), eps fitted | measured")
     for row in result["probability"]:
-        print(f"  p about {row['p']:.4f}, {row['n']:5d} tokens{row['predicted']:48.1e} | {row['measured']:.1e}")
+        print(f"  p about {row['p']:.4f}, {row['n']:5d} tokens{row['predicted']:48.1e} | {row['measured']:.1e} ± {row['error']:.0e}")
     print("\nfingerprints                        size x natural   mean d where p > 1/2   where p < 1/2   share of d > 0")
     for row in result["table"]:
         if row["kind"] == "bug" or row is natural:
@@ -670,20 +673,20 @@ def draw(result: dict, path: Path) -> None:
     left.set(xlabel="log mu, engine (nats)", ylabel="log pi, trainer (nats)",
              title="Same weights, two engines:\non the diagonal but for a bug")
     left.legend()
-    p = [1 - r["p"] for r in result["probability"]]
-    middle.loglog(p, [r["measured"] for r in result["probability"]], "ko-", label="measured")
-    middle.loglog(p, [r["predicted"] for r in result["probability"]], "k--", label="eps (1 - p), one eps fitted")
-    middle.set(xlabel="1 - p of the sampled token (right: unlikely)", ylabel="mean |d| (nats)",
-               title="bf16 engine | fp32 trainer:\nthe gap is largest on unlikely tokens")
+    odds = [np.log(r["p"] / (1 - r["p"])) for r in result["probability"]]
+    middle.errorbar(odds, [r["measured"] for r in result["probability"]], [r["error"] for r in result["probability"]], fmt="ko-", label="measured")
+    middle.plot(odds, [r["predicted"] for r in result["probability"]], "k--", label="eps (1 - p), one eps fitted")
+    middle.set(xlabel="log-odds of the sampled token, log p / (1 - p)", ylabel="mean |d| (nats)", yscale="log",
+               title="bf16 engine | fp32 trainer:\na certain token hardly moves")
     middle.legend()
     x = np.arange(len(result["why"]))
-    for shift, key, shade in ((-0.25, "measured", "0.1"), (0, "predicted", "0.5"), (0.25, "independent", "0.8")):
-        label = {"measured": "measured", "predicted": "from both errors and their correlation",
-                 "independent": "from both errors, as if independent"}[key]
-        right.bar(x + shift, [r[key] for r in result["why"]], 0.22, color=shade, edgecolor="k", label=label)
+    for shift, key, shade, label in ((-0.15, "measured", "0.3", "measured"), (0.15, "independent", "0.8", "predicted: independent errors")):
+        right.bar(x + shift, [r[key] for r in result["why"]], 0.28, color=shade, edgecolor="k", label=label)
+    for i, row in enumerate(result["why"]):
+        right.text(i, 1.02 * max(row["measured"], row["independent"]), f"corr {row['corr']:+.2f}", ha="center")
     right.set_xticks(x, [r["pair"].replace(" | ", "\n") for r in result["why"]])
     right.set(ylabel="rms gap (nats)", ylim=(0, 1.45 * max(r["measured"] for r in result["why"])),
-              title=f"Two rounding errors make the gap\n(fp32 against fp32: {rows['fp32 engine | fp32 trainer']['rms']:.0e})")
+              title=f"Two rounding errors make the gap\n(rms of fp32 against fp32: {rows['fp32 engine | fp32 trainer']['rms']:.0e})")
     right.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -719,12 +722,15 @@ def lesson_arguments(prog: str, doc: str, argv, study: str | None = None) -> tup
     parser.add_argument("--model", help=f"a local directory or a hub name (default: {HUB_MODEL} on a GPU, else the tiny policy)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the sampling")
     parser.add_argument("--quick", action="store_true", help="the same experiment, smaller")
-    parser.add_argument("--out", type=Path, default=ROOT / "figures", help="folder for the JSON and the picture")
+    parser.add_argument("--out", type=Path, help="folder for the JSON and the picture (figures; where any other flag is given, "
+                        "runs/<lesson>, so that what the README shows stays)")
     if study:
         parser.add_argument("--study", action="store_true", help=study)
     args = parser.parse_args(argv)
     if args.seed < 0:
         parser.error(f"--seed must be at least 0, not {args.seed}")
+    changed = args.model or args.seed or args.quick
+    args.out = args.out or (ROOT / "runs" / Path(prog).stem if changed else ROOT / "figures")
     try:
         check_vllm()
         args.out.mkdir(parents=True, exist_ok=True)

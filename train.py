@@ -14,7 +14,10 @@ A step, in the order of the loop in `train`:
 Run it:  python train.py                  a CPU: the tiny policy learns the running sum, half a minute
          python train.py --staleness 15   the sampler's weights are up to 15 steps old
          python train.py --model Qwen/Qwen3-0.6B    a CUDA GPU (the default there): not run yet
-A run lives in --out: metrics.csv (a row a step), train.png, checkpoint-<step>/.
+A run lives in --out: metrics.csv (a row a step), checkpoint-<step>/, and, once it has ended, train.png and
+summary.json. Columns of the CSV: age of the sampler's weights in steps; mean reward; mean length and the share cut
+off at --max-tokens; mean |d| and k3 of the discrepancy; mean |l| and rms of the lag; mean weight; loss (its value
+says nothing, its gradient does), gradient norm before clipping, learning rate; response tokens; seconds by part.
 """
 import copy
 import csv
@@ -59,13 +62,13 @@ def parse(argv):
     add("--steps", type=positive(int), help="optimizer steps (80; --quick: 4)")
     add("--prompts", type=positive(int), help="prompts a step (32; not tiny: 16; --quick: 8)")
     add("--group-size", type=positive(int), default=8, help="responses a prompt; a group of 1 has no advantage")
-    add("--max-tokens", type=positive(int), help="of a response (9, all that the task needs; not tiny: 256)")
-    add("--lr", type=positive(float), help="AdamW's, falling linearly to 0 (1.5e-3; not tiny: 1e-6)")
+    add("--max-tokens", type=positive(int), help="longest response (9, what the task needs; not tiny: 256)")
+    add("--lr", type=positive(float), help="learning rate of AdamW, falling linearly to 0 (1.5e-3; not tiny: 1e-6)")
     add("--advantage", choices=["std", "mean", "raw"], default="std", help="see advantages in lesson 2")
     add("--staleness", type=int, default=0, help="how old the sampler's weights may get, in steps; 0 syncs before each")
     add("--correction", choices=list(lesson2.CORRECTIONS), default="none", help="the importance weight, see lesson 2")
     add("--seed", type=int, default=0, help="of the prompts and of the sampling")
-    add("--out", type=Path, help="the run's folder (runs/<correction>-s<staleness>-seed<seed>)")
+    add("--out", type=Path, help="the run's folder (runs/<correction>-s<staleness>-seed<seed>; with --quick, -quick behind it)")
     add("--save-every", type=positive(int), default=20, help=f"steps between checkpoints; the newest {KEEP} are kept")
     add("--quick", action="store_true", help="4 steps of 8 prompts, to see that everything works")
     args = parser.parse_args(argv)
@@ -75,7 +78,8 @@ def parse(argv):
         parser.error(f"--staleness must be at least 0, not {args.staleness}")
     if args.seed < 0:
         parser.error(f"--seed must be at least 0, not {args.seed}")
-    args.out = args.out or lesson1.ROOT / "runs" / f"{args.correction}-s{args.staleness}-seed{args.seed}"
+    args.out = args.out or lesson1.ROOT / "runs" / (
+        f"{args.correction}-s{args.staleness}-seed{args.seed}" + ("-quick" if args.quick else ""))
     if (args.out / "metrics.csv").exists():
         parser.error(f"--out {args.out} holds a run already: choose another folder, or delete this one")
     try:
@@ -99,12 +103,15 @@ def parse(argv):
 
 
 # ---------------------------------------------------------------- what a run leaves behind
-def append_row(path: Path, values) -> None:
+def append_row(path: Path, row: dict) -> None:
     """One whole line, on the disk; a disk that fills up in the middle of it leaves the lines before."""
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", newline="") as file:
-            csv.writer(file).writerow(values)
+            writer = csv.DictWriter(file, COLUMNS)
+            if size == 0:
+                writer.writeheader()
+            writer.writerow(row)
             file.flush()
             os.fsync(file.fileno())
     except OSError:
@@ -134,16 +141,15 @@ def draw(out: Path) -> None:
     column = {name: [float(row[name]) for row in rows] for name in COLUMNS}
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
     left.plot(column["step"], column["reward"], "k-")
-    left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title=f"{out.name}: the policy learns")
+    left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title=f"{out.name}: reward")
     middle.semilogy(column["step"], column["discrepancy_abs"], "k-", label="mean |d|")
     middle.semilogy(column["step"], column["discrepancy_k3"], "k--", label="k3 of d")
     middle.set(xlabel="step", ylabel="nats a token", title="discrepancy: the engine's part")
     middle.legend()
-    right.plot(column["step"], column["lag_abs"], "k-", label="mean |l|")
-    right.plot(column["step"], column["age"], ".", color="0.6", label="age of the sampler's weights (steps)")
-    right.set(xlabel="step", ylabel="nats a token", title="lag: the stale weights' part")
+    right.plot(column["step"], column["lag_abs"], "k.-")
     right.set_yscale("symlog", linthresh=1e-3)
-    right.legend()
+    right.set(xlabel="step", ylabel="mean |l|, nats a token", ylim=(-1e-4, None), title="lag: the stale weights' part"
+              + (", exactly 0" if not any(column["lag_abs"]) else ""))
     figure.tight_layout()
     figure.savefig(out / "train.png", dpi=110)
     plt.close(figure)
@@ -233,10 +239,11 @@ def train(args, sampler) -> None:
         lag = lesson1.gap(logp_now[mask], logp_old[mask])
         cut = np.mean([reason == "length" for reason in rollout.finish_reasons])
         seconds = time.perf_counter() - begin
-        append_row(args.out / "metrics.csv", [
-            step, age, R.mean().item(), n_tokens / len(rollout), cut, discrepancy["abs"], discrepancy["k3"], lag["abs"],
-            lag["rms"], w[mask].mean().item(), loss, grad_norm, lr, n_tokens,
-            *(round(s, 4) for s in clock.seconds.values()), round(seconds, 4)])
+        append_row(args.out / "metrics.csv", {
+            "step": step, "age": age, "reward": R.mean().item(), "length": n_tokens / len(rollout), "truncated": cut,
+            "discrepancy_abs": discrepancy["abs"], "discrepancy_k3": discrepancy["k3"], "lag_abs": lag["abs"], "lag_rms": lag["rms"],
+            "weight": w[mask].mean().item(), "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": n_tokens,
+            **{f"seconds_{part}": round(s, 4) for part, s in clock.seconds.items()}, "seconds_step": round(seconds, 4)})
         print(f"step {step:3d}  reward {R.mean():.3f}  |d| {discrepancy['abs']:.1e} k3 {discrepancy['k3']:.1e}  "
               f"lag {lag['abs']:.1e} (age {age})  grad {grad_norm:.2e}  {n_tokens / seconds:5.0f} tok/s  "
               + " ".join(f"{name} {s:.2f}" for name, s in clock.seconds.items()) + " s"
@@ -246,34 +253,41 @@ def train(args, sampler) -> None:
             save_checkpoint(trainer, args.tokenizer, args.out, step + 1)
 
 
+def left_behind(out: Path) -> str:
+    """What an unfinished run can be used for."""
+    rows = len((out / "metrics.csv").read_text().splitlines()) - 1 if (out / "metrics.csv").exists() else 0
+    saved = sorted(p.name for p in out.glob("checkpoint-*") if not p.name.endswith(".tmp"))
+    return f"{out} holds {rows} steps in metrics.csv and {', '.join(saved) or 'no checkpoint yet'}"
+
+
 def main(argv=None, sampler=None) -> None:
     """argv as on the command line. `sampler`: a running Sampler of the same model, to be used and resynchronised."""
     args = parse(argv)
-    append_row(args.out / "metrics.csv", COLUMNS)
     try:
         sampler = sampler or lesson1.Sampler(args.path)
-        task = lesson1.TASKS["sum"]
+        task, temperatures = lesson1.TASKS["sum"], {"greedy": 0.0, "sampled": 1.0}
         sampler.sync(args.trainer)      # a running one may hold anything
-        before = [accuracy(sampler, task, args, t) for t in (0.0, 1.0)]
-        print(f"held-out accuracy before: greedy {before[0]:.3f}, sampled {before[1]:.3f}")
+        before = {name: accuracy(sampler, task, args, t) for name, t in temperatures.items()}
+        print(f"held-out accuracy before: greedy {before['greedy']:.3f}, sampled {before['sampled']:.3f}")
         train(args, sampler)
         sampler.sync(args.trainer)
-        after = [accuracy(sampler, task, args, t) for t in (0.0, 1.0)]
+        after = {name: accuracy(sampler, task, args, t) for name, t in temperatures.items()}
     except KeyboardInterrupt:
-        print(f"\ninterrupted: {args.out} holds the steps so far and the last checkpoint", file=sys.stderr)
+        print(f"\ninterrupted: {left_behind(args.out)}", file=sys.stderr)
         sys.exit(130)
     except (OSError, lesson1.SyncError) as error:
-        print(f"train.py: error: {error}; {args.out} holds the steps so far and the last checkpoint", file=sys.stderr)
+        print(f"train.py: error: {error}; {left_behind(args.out)}", file=sys.stderr)
         sys.exit(1)
     draw(args.out)
     with (args.out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     total = sum(float(row["seconds_step"]) for row in rows)
-    split = {part: sum(float(row[f"seconds_{part}"]) for row in rows) for part in SECONDS}
-    print(f"\n{args.steps} steps in {total:.0f} s: " + ", ".join(f"{part} {s / total:.0%}" for part, s in split.items())
-          + f", all the rest {1 - sum(split.values()) / total:.1%}")
-    print(f"held-out accuracy, {8 * args.prompts} prompts: greedy {before[0]:.3f} -> {after[0]:.3f}, sampled {before[1]:.3f} -> {after[1]:.3f}")
-    print(f"{args.out}: metrics.csv, train.png, checkpoint-{args.steps}/")
+    split = {part: sum(float(row[f"seconds_{part}"]) for row in rows) / total for part in SECONDS}
+    split["all the rest"] = 1 - sum(split.values())
+    lesson1.save_json({"held_out_prompts": 8 * args.prompts, "before": before, "after": after, "seconds": total, "split": split}, args.out / "summary.json")
+    print(f"\n{args.steps} steps in {total:.0f} s: " + ", ".join(f"{part} {share:.1%}" for part, share in split.items()))
+    print(f"held-out accuracy, {8 * args.prompts} prompts: " + ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in before))
+    print(f"{args.out}: metrics.csv, summary.json, train.png, checkpoint-{args.steps}/")
 
 
 if __name__ == "__main__":
