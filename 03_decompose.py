@@ -16,7 +16,7 @@ sum_v q_v s_v is 0 for q = pi, and -grad KL(q || pi) otherwise (score centering,
 advantage of a prefix is not 0, training pulls the policy towards the engine or pushes it away.
 
 Run it:  python 03_decompose.py            a CPU, about 80 s once the two policies exist
-         python 03_decompose.py --study    the feedback loop as well: five paired seeds, about 4 min, resumable
+         python 03_decompose.py --study    the feedback loop as well: five paired seeds at two rates, 5 min, resumable
          --model Qwen/Qwen3-0.6B           a CUDA GPU (points 1 and 2; not run yet)
 Expect:  the identity to 1e-15; lag 0 at each sync and growing with the age, far above the discrepancy within
          one step; ESS near exp(-Var lag) while the lag is small; a drift that points the same way step after
@@ -288,28 +288,28 @@ def lag_is(logp, logp_old, logp_sampler, advantage, mask):
     return torch.where(mask, lesson2.ratio(logp.detach() - logp_old), 0.0)
 
 
-def feedback(trainer, sampler, own, tokenizer, seed: int, steps: int = 24) -> list[dict]:
+def feedback(trainer, sampler, own, tokenizer, seed: int, lr: float, steps: int = 24) -> list[dict]:
     """From the same weights and the same samples (the sampler is never synced), train on with w = 1 and with w = r.
     Each step: the lag's rms on the sampler's prefixes and on the run's own (a second engine with its weights)."""
     start, rows, task = trainer, {}, lesson1.TASKS["sum"]
     _, prompts = lesson1.make_prompts(task, tokenizer, 128, np.random.default_rng([seed, 99]))
     for name, weight in (("w = 1", lesson2.CORRECTIONS["none"]), ("w = r", lag_is)):
         model = copy.deepcopy(start)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
         rows[name] = []
-        for batch in tqdm(grpo(model, sampler, task, tokenizer, optimizer, weighted(weight), steps, steps, seed, decay=False), total=steps, desc=f"seed {seed}, {name}"):
+        for batch in tqdm(grpo(model, sampler, task, tokenizer, optimizer, weighted(weight), steps, steps, seed, decay=False), total=steps, desc=f"feedback: lr {lr}, seed {seed}, {name}"):
             own.sync(model)
             fresh = own.sample(prompts, task.max_tokens, seed=[seed, batch.step, 2])
             lag_own = (lesson1.score(model, fresh) - lesson1.score(start, fresh))[fresh.mask]
             row = measure(batch)
             rows[name].append({"ess": row["ess_sequence"], "sampler": row["l_rms"], "own": lag_own.square().mean().sqrt().item(), "reward": row["reward"]})
-    return [{"step": k, "seed": seed, **{f"{key} {name}": rows[name][k][key] for name in rows for key in rows[name][k]}} for k in range(steps)]
+    return [{"step": k, "seed": seed, "lr": lr, **{f"{key} {name}": rows[name][k][key] for name in rows for key in rows[name][k]}} for k in range(steps)]
 
 
 def feedback_ratios(rows: list[dict]) -> dict:
     """Growth of the lag's rms a step, w = r over w = 1, before and after the ESS of w = 1 falls below 1/2."""
     first = next((row["step"] for row in rows if row["ess w = 1"] < 0.5), len(rows))
-    result = {"seed": rows[0]["seed"], "first step with ESS < 1/2": first}
+    result = {"lr": rows[0]["lr"], "seed": rows[0]["seed"], "first step with ESS < 1/2": first}
     for prefixes in ("sampler", "own"):
         for part, (a, b) in {"before": (0, min(first, len(rows) - 1)), "after": (min(first, len(rows) - 1), len(rows) - 1)}.items():
             grown = {name: rows[b][f"{prefixes} {name}"] - rows[a][f"{prefixes} {name}"] for name in ("w = 1", "w = r")}
@@ -317,14 +317,15 @@ def feedback_ratios(rows: list[dict]) -> dict:
     return result
 
 
-def study(trainer, sampler, own, tokenizer, seeds=range(5)) -> dict:
-    """The feedback loop over paired seeds; a seed that runs/03_study holds is not run again."""
+def study(trainer, sampler, own, tokenizer, seeds=range(5), rates=(1.5e-3, 5e-4)) -> dict:
+    """The feedback loop over paired seeds and two learning rates; a run that runs/03_study holds is not run again."""
     runs = []
-    for seed in seeds:
-        path = lesson1.ROOT / "runs" / "03_study" / f"seed{seed}.json"
-        if not path.exists():
-            lesson1.save_json(feedback(trainer, sampler, own, tokenizer, seed), path)
-        runs.append(json.loads(path.read_text()))
+    for lr in rates:
+        for seed in seeds:
+            path = lesson1.ROOT / "runs" / "03_study" / f"lr{lr}-seed{seed}.json"
+            if not path.exists():
+                lesson1.save_json(feedback(trainer, sampler, own, tokenizer, seed, lr), path)
+            runs.append(json.loads(path.read_text()))
     return {"runs": runs, "ratios": [feedback_ratios(rows) for rows in runs]}
 
 
@@ -355,10 +356,10 @@ def report(result: dict) -> None:
         for name, cosines in result["directions"].items():
             print(f"{name:47}" + "".join(f"{cosines.get(a, float('nan')):8.2f}" for a in map(str, APART)))
     if "study" in result:
-        keys = [k for k in result["study"]["ratios"][0] if k != "seed"]
-        print("\nfeedback loop: growth of the lag a step, w = r over w = 1 (below 1: the weight damps the loop)\nseed  " + "  ".join(keys))
+        keys = [k for k in result["study"]["ratios"][0] if k not in ("seed", "lr")]
+        print("\nfeedback loop: growth of the lag a step, w = r over w = 1 (below 1: the weight damps the loop)\n     lr  seed  " + "  ".join(keys))
         for row in result["study"]["ratios"]:
-            print(f"{row['seed']:4d}  " + "  ".join(f"{row[k]:{len(k)}.2f}" for k in keys))
+            print(f"{row['lr']:7.0e}  {row['seed']:4d}  " + "  ".join(f"{row[k]:{len(k)}.2f}" for k in keys))
 
 
 def draw(result: dict, path: Path) -> None:

@@ -463,6 +463,39 @@ def test_sync_catches_what_vllm_swallows(engine, moved, tiny):
     engine.sync(moved)
 
 
+@pytest.mark.parametrize("canary, good", [((0.5e-4, 0.0), True), ((2e-4, 0.0), False), ((0.015, 0.01), True), ((0.05, 0.01), False),
+                                          ((math.nan, 0.01), False), ((0.01, math.nan), False)], ids=str)
+def test_how_much_of_a_gap_a_sync_may_leave(canary, good, engine, trainer, monkeypatch):
+    """(gap, what rounding explains) in nats: a healthy bf16 sync measured at most 1.2 times the latter, an fp32 one 2e-6."""
+    monkeypatch.setattr(engine, "canary", lambda *args: canary)
+    if good:
+        assert engine.sync(trainer) == canary[0]
+    else:
+        with pytest.raises(lesson1.SyncError):
+            engine.sync(trainer)
+
+
+def test_the_canary_measures_the_mean_gap(engine, moved, tiny):
+    """An engine that kept the old weights, against the trainer alone: the fp32 engine is the old trainer to 1e-6."""
+    original = lesson1.load_model(tiny)
+    engine.load(original.state_dict())
+    gap, rounding = engine.canary(moved, moved.state_dict())
+    ids = torch.arange(64)[None] % 13
+    with torch.no_grad():
+        new, old = (torch.log_softmax(m(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None]) for m in (moved, original))
+    assert gap > 0.1 and abs(gap - (new - old).abs().mean().item()) < 1e-4 and rounding == 0
+
+
+def test_sync_notices_one_layer_left_behind(engine, trainer):
+    """In fp32 also a small one: a thousandth of a nat."""
+    engine.sync(trainer)
+    with torch.no_grad():
+        trainer.model.layers[1].mlp.up_proj.weight.mul_(1.002)
+    with pytest.raises(lesson1.SyncError):
+        engine.sync(trainer, {k: v for k, v in trainer.state_dict().items() if "layers.1" not in k})
+    engine.sync(trainer)
+
+
 def test_sync_takes_perturbed_weights(engine, trainer):
     noisy = {k: v * (1 + 0.1 * torch.randn(v.shape, generator=torch.Generator().manual_seed(0))) for k, v in trainer.state_dict().items()}
     noisy["lm_head.weight"] = noisy["model.embed_tokens.weight"]
@@ -541,9 +574,11 @@ def test_truncated_support_is_recorded_as_it_was_sampled(engine, trainer, prompt
     {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}, {"bad_words": ["a"]}, {"logit_bias": {3: 1.0}}, {"allowed_token_ids": [3]}], ids=str)
 def test_neutral_means_nothing_masks_or_reweighs(changes, engine):
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 9}
     assert lesson1.is_neutral(SamplingParams(**neutral))
     assert not lesson1.is_neutral(SamplingParams(**{**neutral, **changes}))
+    assert not lesson1.is_neutral(SamplingParams(**neutral, structured_outputs=StructuredOutputsParams(regex="[0-9]")))
 
 
 # ---------------------------------------------------------------- the script
@@ -552,7 +587,8 @@ def test_quick_run(tmp_path):
                          capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-2000:]
     assert (tmp_path / "01_mismatch.png").stat().st_size > 10_000
-    rows = {row["arm"]: row for row in json.loads((tmp_path / "01_mismatch.json").read_text())["table"]}
+    result = json.loads((tmp_path / "01_mismatch.json").read_text())
+    rows = {row["arm"]: row for row in result["table"]}
     assert rows["fp32 trainer twice"]["max"] == 0
     assert rows["fp32 engine | fp32 trainer"]["max"] < 1e-4
     natural = rows["bf16 engine | fp32 trainer"]
@@ -563,3 +599,8 @@ def test_quick_run(tmp_path):
         assert rows[arm]["abs"] > size * natural["abs"], arm
     assert rows["temperature 0.7 in sampler only"]["mean"] < -0.01 and rows["raw log-probs at T = 0.7"]["mean"] > 0.01
     assert "nanobind" not in run.stderr
+    # an fp32 side differs from float64 on the rounded weights by the weights' rounding, on either side of the pair; a bf16 side by more
+    both16, engine16, trainer16 = result["why"]
+    assert 0.5 < engine16["trainer"] / trainer16["engine"] < 2 and engine16["trainer"] > 1e-4
+    assert engine16["engine"] > 1.5 * engine16["trainer"] and trainer16["trainer"] > 1.5 * trainer16["engine"]
+    assert all(abs(why["predicted"] / why["measured"] - 1) < 1e-6 for why in result["why"])
