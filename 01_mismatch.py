@@ -376,6 +376,7 @@ class Sampler:
             max_model_len=self.max_model_len, gpu_memory_utilization=gpu_memory_utilization,
             logprobs_mode=logprobs_mode,   # vLLM's own default is "raw_logprobs": before the temperature
             max_logprobs=-1, generation_config="vllm",   # not the released model's temperature and top-p
+            enable_chunked_prefill=DEVICE.type == "cuda",   # on a CPU vLLM cannot cut a seeded request's prompt in two
             use_tqdm_on_load=False)
 
     def sample(self, prompts: list[list[int]], max_tokens: int, seed, group_size: int = 1, head: int = 0,

@@ -359,7 +359,7 @@ def report(result: dict) -> None:
         keys = [k for k in result["study"]["ratios"][0] if k not in ("seed", "lr")]
         print("\nfeedback loop: growth of the lag a step, w = r over w = 1 (below 1: the weight damps the loop)\n     lr  seed  " + "  ".join(keys))
         for row in result["study"]["ratios"]:
-            print(f"{row['lr']:7.0e}  {row['seed']:4d}  " + "  ".join(f"{row[k]:{len(k)}.2f}" for k in keys))
+            print(f"{row['lr']:7g}  {row['seed']:4d}  " + "  ".join(f"{row[k]:{len(k)}.2f}" for k in keys))
 
 
 def draw(result: dict, path: Path) -> None:

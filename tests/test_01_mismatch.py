@@ -604,3 +604,38 @@ def test_quick_run(tmp_path):
     assert 0.5 < engine16["trainer"] / trainer16["engine"] < 2 and engine16["trainer"] > 1e-4
     assert engine16["engine"] > 1.5 * engine16["trainer"] and trainer16["trainer"] > 1.5 * trainer16["engine"]
     assert all(abs(why["predicted"] / why["measured"] - 1) < 1e-6 for why in result["why"])
+
+
+# ---------------------------------------------------------------- any other causal language model
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """Another architecture, tokenizer and vocabulary, an untied head, prompts in words: random weights."""
+    import string
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    folder, transformers = tmp_path_factory.mktemp("llama"), lesson1.transformers
+    vocabulary = {c: i for i, c in enumerate([*string.printable, "<unk>", "<eos>"])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer, characters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=vocabulary["<eos>"], bos_token_id=None,
+        initializer_range=0.1)).save_pretrained(folder)
+    return folder
+
+
+def test_any_causal_model_that_both_libraries_load(llama):
+    path = lesson1.find_model(str(llama))
+    tokenizer, model = lesson1.transformers.AutoTokenizer.from_pretrained(path), lesson1.load_model(path)
+    sampler = lesson1.Sampler(path, "float32")
+    digits, prompts = lesson1.make_prompts(SUM, tokenizer, 24, np.random.default_rng(0))
+    assert sum(map(len, prompts)) > 2048                             # more than vLLM puts into one step
+    rollout = sampler.sample(prompts, 12, seed=0, group_size=2, head=4)
+    assert difference(model, rollout).max() < 1e-5 and rollout.head_ids.shape == (48, rollout.ids.shape[1], 4)
+    assert lesson1.rewards(SUM, digits.repeat(2, 0), rollout, tokenizer).shape == (48,)
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.01)
+        model.lm_head.weight[::2].mul_(1.1)
+    sampler.sync(model)
+    assert difference(model, sampler.sample(prompts, 12, seed=0)).max() < 1e-5
