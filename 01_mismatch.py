@@ -708,12 +708,20 @@ def check_vllm() -> None:
         raise ValueError("vllm is not installed: pip install -r requirements.txt")
 
 
-def save_json(result: dict, path: Path) -> None:
-    """Written beside its place and renamed: never half a file."""
+def save_json(result: dict, path: Path) -> dict:
+    """Written beside its place and renamed: never half a file. NaN, which JSON does not know, becomes null.
+    Returns the result as it will be read back."""
+    def plain(x):
+        if isinstance(x, dict):
+            return {str(k): plain(v) for k, v in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [plain(v) for v in x]
+        return None if isinstance(x, float) and not np.isfinite(x) else x
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".tmp")
-    new.write_text(json.dumps(result, indent=1) + "\n")
+    new.write_text(json.dumps(plain(result), indent=1, allow_nan=False) + "\n")
     os.replace(new, path)
+    return plain(result)
 
 
 def lesson_arguments(prog: str, doc: str, argv, study: str | None = None) -> tuple:

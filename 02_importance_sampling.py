@@ -5,18 +5,20 @@ Importance sampling rewrites one into the other, at the level of the sequence y 
 
     grad J = E_pi[R sum_t s_t] = E_mu[ w(y) A sum_t s_t ],   w(y) = prod_t pi(y_t) / mu(y_t)      (exact)
 
-with s_t = grad log pi(y_t | y_<t), or, token by token, with w_t = pi(y_t) / mu(y_t) alone. The second
-is the first with prod_t' (1 + delta_t') replaced by 1 + delta_t in front of s_t: first order in the
-delta (MiniRL, arXiv 2512.01374). What it neglects is measured here, like everything else in this
-lesson, without noise: in a world of V^T responses that is small enough to be enumerated.
+with s_t = grad log pi(y_t | y_<t) and A = R - b (any constant b is free, since E_pi[s_t] = 0); or, token by
+token, with w_t = pi(y_t) / mu(y_t) = 1 + delta_t alone in front of s_t. As objectives the two agree to first
+order, prod_t (1 + delta_t) = 1 + sum_t delta_t + ... (MiniRL, arXiv 2512.01374). Their gradients agree at delta = 0,
+and differ by E_mu[sum_{t' != t} delta_t' A s_t] to first order: the token weight leaves the prefix, and what
+follows, where mu put them. That term is measured here, like everything else in this lesson, without
+noise: in a world of V^T responses that is small enough to be enumerated.
 
     bias      || E[g] - grad J ||                   what no number of samples removes
     variance  tr Cov[g] = E||g||^2 - ||E g||^2      what n samples divide by n
 
 Run it:  python 02_importance_sampling.py                          a CPU, about 25 s
          python 02_importance_sampling.py --model Qwen/Qwen3-0.6B   a CUDA GPU (not run yet)
-Expect:  sequence IS without bias and with a variance that grows like (1 + chi^2)^T; token weights with
-         little variance and a bias that grows with T; on real rollouts at the natural gap, weights so
+Expect:  sequence IS without bias, its E[w^2] growing like (1 + chi^2)^T; token weights with less variance
+         and hardly less bias than no weight; on real rollouts at the natural gap, weights so
          close to 1 that no correction matters; with stale weights, sequence weights that collapse.
          Numbers in figures/02_importance_sampling.json, picture in figures/02_importance_sampling.png.
 
@@ -25,8 +27,8 @@ Exercises (tests/test_02_importance_sampling.py grades the functions):
  2. Write `ess` in log space. 3 lines; test_ess.
  3. CIS (arXiv 2609.32444) caps by confidence: min(pi/mu, 1 + 2.3 max(1 - pi, 0.005)). Register it as a
     correction (2 lines), and find its row in the table: whose bias, whose variance does it have?
- 4. Predict, then run: which estimator has the smallest mean squared error at n = 4 samples, and which
-    at n = 10^6? Change N_SAMPLES.
+ 4. Predict from the table, without running: MSE(n) = bias^2 + variance / n. At which n does sequence IS overtake
+    sequence TIS at noise 0.4? Then set N_SAMPLES to it and run.
 """
 import copy
 from dataclasses import dataclass
@@ -129,7 +131,8 @@ def token_is(logp, logp_old, logp_sampler, advantage, mask):
 
 @correction("tis")
 def token_tis(logp, logp_old, logp_sampler, advantage, mask, C=2.0):
-    """w_t = min(pi / mu, C): truncated IS (Yao et al. 2025, fengyao.notion.site/off-policy-rl)."""
+    """w_t = min(pi / mu, C): truncated IS (Yao et al. 2025, fengyao.notion.site/off-policy-rl, who truncate
+    pi_old / mu beside PPO's clipped pi / pi_old; here, and below, one ratio covers discrepancy and lag)."""
     return ratio(logp - logp_sampler).clamp(max=C)
 
 
@@ -251,11 +254,11 @@ class World:
         return gradient(self, (probability * self.A)[:, None].expand_as(self.logp))
 
 
-def make_world(discrepancy: float, lag: float, seed: int, V: int = 4, T: int = 6, same_everywhere: bool = True) -> World:
-    """pi_old has the same V probabilities at every prefix, each time in another order; the log-odds of pi
-    differ from pi_old's by `lag` x noise, those of mu by `discrepancy` x noise. With `same_everywhere` the noise is
-    shuffled along with the probabilities, so that chi^2(pi || mu) is the same at every prefix; else it
-    is drawn anew at each. Reward 1 if the tokens sum to 0 modulo V: each of them can spoil it."""
+def make_world(discrepancy: float, lag: float, seed: int, V: int = 4, T: int = 6, same_everywhere: bool = False) -> World:
+    """pi_old has the same V probabilities at every prefix, each time in another order; the logits of pi differ
+    from pi_old's by `lag` x noise, those of mu by `discrepancy` x noise, drawn anew at each prefix. With
+    `same_everywhere` the noise is shuffled along with the probabilities, so that chi^2(pi || mu) is the
+    same at every prefix. Reward 1 if the tokens sum to 0 modulo V: each of them can spoil it."""
     rng = torch.Generator().manual_seed(seed)
     base, lag_noise, engine_noise = torch.randn(3, V, generator=rng, dtype=torch.float64)
     columns = {"pi": [], "old": [], "mu": []}
@@ -301,7 +304,7 @@ def moments(world: World, w: Tensor) -> dict:
     size2 = truth @ truth
     bias2 = (expected - truth).square().sum() / size2
     variance = (world.mu @ squared_norm(world, w) - expected @ expected) / size2
-    return {"bias": bias2.sqrt().item(), "cosine": (expected @ truth / expected.norm() / truth.norm()).item(),
+    return {"gradient": size2.sqrt().item(), "bias": bias2.sqrt().item(), "cosine": (expected @ truth / expected.norm() / truth.norm()).item(),
             "variance": variance.item(), "mse": (bias2 + variance / N_SAMPLES).item()}
 
 
@@ -315,7 +318,7 @@ def snis_moments(world: World, n: int = N_SAMPLES) -> dict:
     variance = world.mu @ squared_norm(world, rho) - 2 * truth @ second + rho2 * truth @ truth
     size2 = truth @ truth
     expected = truth + bias
-    return {"bias": (bias.norm() / size2.sqrt()).item(), "cosine": (expected @ truth / expected.norm() / truth.norm()).item(),
+    return {"gradient": size2.sqrt().item(), "bias": (bias.norm() / size2.sqrt()).item(), "cosine": (expected @ truth / expected.norm() / truth.norm()).item(),
             "variance": (variance / size2).item(), "mse": ((bias @ bias + variance / n) / size2).item()}
 
 
@@ -365,15 +368,15 @@ def laws(seed: int, T: int) -> list[tuple]:
     world = make_world(0.2, 0.2, seed, T=T)
     rows.append(("sequence IS: relative bias", 0.0, moments(world, weights(world, "seq-is"))["bias"]))
     for t in range(1, T + 1):
-        w = make_world(0.6, 0.6, seed, T=t)
+        w = make_world(0.6, 0.6, seed, T=t, same_everywhere=True)
         rows.append((f"sequence IS: E[w^2] = (1 + chi^2)^T, T = {t}", (1 + chi2(w)[0].item())**t,
                      (w.mu @ weights(w, "seq-is")[:, 0]**2).item()))
-    uneven = make_world(0.1, 0.1, seed, T=T, same_everywhere=False)
+    uneven = make_world(0.1, 0.1, seed, T=T)
     rows.append((f"  ... noise differs by prefix: at most (1 + max chi^2)^T, T = {T}", (1 + chi2(uneven).max().item())**T,
                  (uneven.mu @ weights(uneven, "seq-is")[:, 0]**2).item()))
 
     # TIS at a fixed prefix: E_mu[min(rho, C) f] - E_pi[f] = -E_mu[(rho - C)+ f]
-    one, C = make_world(0.6, 0.6, seed, T=1), 1.2
+    one, C = make_world(0.6, 0.6, seed, T=1, same_everywhere=True), 1.2
     rho = weights(one, "token-is")
     bias = gradient(one, (one.mu * one.A)[:, None] * weights(one, "tis", C=C)) - one.true_gradient
     predicted = gradient(one, -(one.mu * one.A)[:, None] * (rho - C).clamp(min=0))
@@ -386,8 +389,11 @@ def laws(seed: int, T: int) -> list[tuple]:
     first_order = gradient(slight, under_mu * ((rho - 1).sum(1, keepdim=True) - (rho - 1)))
     rows.append(("token for sequence weight neglects || E[sum_{t' != t} delta_t' A s_t] ||", first_order.norm().item(), neglected.norm().item()))
     for name in ("none", "token-is"):
-        small, smaller = (moments(w, weights(w, name))["bias"] for w in (make_world(s, s, seed, T=T) for s in (0.02, 0.01)))
-        rows.append((f"{name}: bias when the mismatch is halved, times", 0.5, smaller / small))
+        bias = {}
+        for size in (0.02, 0.01):
+            halved = make_world(size, size, seed, T=T)
+            bias[size] = moments(halved, weights(halved, name))["bias"]
+        rows.append((f"{name}: bias when the mismatch is halved, times", 0.5, bias[0.01] / bias[0.02]))
 
     # the cap that minimises the BOUND (2K(1 + chi^2)/C)^2 + K^2 C^2 / n, beside the best cap
     wide = make_world(0.4, 0.4, seed, T=T)
@@ -409,7 +415,7 @@ def exact_world(seed: int, quick: bool) -> dict:
     sizes, lengths = [0.02, 0.05, 0.1, 0.2, 0.4, 0.8], list(range(1, T + 1))
     draw_worlds = lambda size, T: [make_world(size, size, seed + k, T=T) for k in range(seeds)]
     each = {size: list(map(all_moments, draw_worlds(size, T))) for size in tqdm(sizes, desc="exact world: mismatch")}
-    by_length = [average(list(map(all_moments, draw_worlds(shown[0], t)))) for t in tqdm(lengths, desc="exact world: length")]
+    by_length = [average(list(map(all_moments, draw_worlds(shown[1], t)))) for t in tqdm(lengths, desc="exact world: length")]
     tables = []
     for size in shown:
         monte_carlo_mse = []
@@ -418,16 +424,21 @@ def exact_world(seed: int, quick: bool) -> dict:
             monte_carlo_mse.append(((estimates - truth).square().sum(1).mean() / (truth @ truth)).item())
         tables.append({"size": size, "rows": average(each[size]), "snis_mse_monte_carlo": float(np.mean(monte_carlo_mse)),
                        "spread": {name: float(np.std([m[name]["bias"] for m in each[size]], ddof=1)) for name in CORRECTIONS}})
-    # growth with the length: the bounds say at most T^2 (arXiv 2512.23075 and richardli.xyz/rl-collapse)
-    growth = [(f"{name}: bias relative to the gradient, exponent of T (a bound), T = 2 to {T}", 2.0,
-               float(np.polyfit(np.log(lengths[1:]), np.log([m[name]["bias"] for m in by_length[1:]]), 1)[0])) for name in ("none", "token-is")]
+    growth = []
+    for name in ("none", "token-is"):
+        relative = [m[name]["bias"] for m in by_length[1:]]
+        absolute = [m[name]["bias"] * m[name]["gradient"] for m in by_length[1:]]
+        exponent = lambda y: float(np.polyfit(np.log(lengths[1:]), np.log(y), 1)[0])
+        growth += [(f"{name}: exponent of T in the bias, T = 2 to {T} (bound: richardli.xyz/rl-collapse)", "<= 2", exponent(absolute)),
+                   (f"  ... in the bias relative to the gradient, which itself shrinks with T", "-", exponent(relative))]
     return {"V": 4, "T": T, "responses": 4**T, "worlds": seeds, "tables": tables, "sizes": sizes, "lengths": lengths,
             "by_size": [average(each[size]) for size in sizes], "by_length": by_length, "laws": laws(seed, T) + growth}
 
 
 # ---------------------------------------------------------------- experiment 2: real rollouts
 def weight_statistics(log_ratio: Tensor, mask: Tensor) -> dict:
-    """What the weights pi / mu of real responses look like: log-ratios (B, T)."""
+    """What the weights pi / mu of real responses look like: log-ratios (B, T). chi^2 = Var_mu(w), which is E[w^2] - 1
+    where E[w] = 1."""
     token, sequence = log_ratio[mask].double(), sequence_sum(log_ratio.double(), mask)[:, 0]
     n = len(token)
     rho = ratio(token)
@@ -435,7 +446,7 @@ def weight_statistics(log_ratio: Tensor, mask: Tensor) -> dict:
     prefix = torch.where(mask, log_ratio.double(), 0.0).cumsum(1)            # log-weight of the first t tokens
     return {"tokens": n, "mean_weight": rho.mean().item(), "standard_error": (rho.std() / n**0.5).item(),
             "token_ess": ess(token), "sequence_ess": ess(sequence), "predicted_ess": (-sequence.var()).exp().item(),
-            "chi2": (rho.square().mean() - 1).item(), "sequence_mean_weight": ratio(sequence).mean().item(),
+            "chi2": rho.var().item(), "sequence_mean_weight": ratio(sequence).mean().item(),
             "truncated": (rho > 2).double().mean().item(), "masked": ((rho < 0.5) | (rho > 5)).double().mean().item(),
             "length": [t for t in lengths if mask[:, t - 1].any()],
             "ess_by_length": [ess(prefix[mask[:, t - 1], t - 1]) for t in lengths if mask[:, t - 1].any()]}
@@ -478,9 +489,9 @@ def report(result: dict) -> None:
             cells.append(f"|{m['bias']:8.4f} ± {table['spread'][name]:.4f} {m['cosine']:8.4f}{m['variance']:10.0f}{m['mse']:9.3f}{note:13}")
         print(f"{name:12}" + "".join(cells))
     print("snis is no mean over samples: delta method, and Monte Carlo (MC) beside it")
-    print(f"\n{'law':74}predicted |  measured")
+    print(f"\n{'law':92}predicted |  measured")
     for law, predicted, measured in exact["laws"]:
-        print(f"{law:74}{predicted:9.4g} | {measured:9.4g}")
+        print(f"{law:92}{predicted if isinstance(predicted, str) else f'{predicted:.4g}':>9} | {measured:9.4g}")
     print("\nreal rollouts of vLLM: the weight pi / mu      predicted | measured mean weight      chi^2  ESS token  sequence (exp(-Var))   > 2   outside [.5, 5]")
     for name, s in real.items():
         print(f"{name:49}{1:5} | {s['mean_weight']:9.5f} ± {s['standard_error']:.5f}{s['chi2']:12.2e}{s['token_ess']:11.4f}{s['sequence_ess']:10.4f} "
@@ -508,7 +519,7 @@ def draw(result: dict, path: Path) -> None:
              title=f"Bias against noise at n = {N_SAMPLES}:\nonly seq-is has no bias (drawn at 1e-4)")
     left.set_xticks(exact["sizes"], [str(x) for x in exact["sizes"]], minor=False)
     left.set_xticks([], minor=True)
-    middle.set(xlabel=f"length T (noise {exact['tables'][0]['size']})", title="Token weights' bias and sequence weights'\nnoise grow with the length")
+    middle.set(xlabel=f"length T (noise {exact['tables'][1]['size']})", title="Only seq-is has no bias at any length;\nits noise is what it costs")
     left.legend(ncol=2, fontsize=8, loc="upper left")
     for (name, s), style, shade in zip(real.items(), ("o-", "s-", "^--", "v--", "D--"), ("0", "0.6", "0", "0.3", "0.6")):
         right.plot(s["length"], s["ess_by_length"], style, color=shade, label=name, markersize=4)

@@ -13,21 +13,23 @@ measures what each leaves in the gradient:
     drift   D = E_mu[ A sum_v q_v s_v ],   q = mu(. | prefix),  s_v = grad log pi(v | prefix)
 
 sum_v q_v s_v is 0 for q = pi, and -grad KL(q || pi) otherwise (score centering, arXiv 2609.20807): where the mean
-advantage of a prefix is not 0, training pulls the policy towards the engine or pushes it away.
+advantage of a prefix is above 0, training pulls the policy towards the engine's distribution, below 0 away from it.
 
 Run it:  python 03_decompose.py            a CPU, about 80 s once the two policies exist
          python 03_decompose.py --study    the feedback loop as well: five paired seeds at two rates, 5 min, resumable
          --model Qwen/Qwen3-0.6B           a CUDA GPU (points 1 and 2; not run yet)
-Expect:  the identity to 1e-15; lag 0 at each sync and growing with the age, far above the discrepancy within
-         one step; ESS near exp(-Var lag) while the lag is small; a drift that points the same way step after
-         step if the engine makes it, and turns if the lag does. figures/03_decompose.json and .png.
+Expect:  the identity to 1e-15; lag 0 at each sync and growing with the age, above the discrepancy after one
+         step; ESS near exp(-Var lag) only while the lag is small; a drift that points the same way step after
+         step if the engine makes it, and slowly loses its direction if the lag does; next to no drift at the
+         natural discrepancy, or with group-mean advantages. figures/03_decompose.json and .png.
 
 Exercises (tests/test_03_decompose.py grades the functions):
  1. Write `split` (two lines) and break it: score the anchor with the trainer's current weights. Which of the two
     parts is then 0 for ever? test_split.
  2. Write `cross` and `norm2`: why does the norm of one gradient estimate overstate the norm of its mean, and the
     product of two independent halves not? 2 lines each; test_cross_halves.
- 3. Predict, then run: the drift with `advantage="raw"` against `"mean"`. Which factor does the mean remove?
+ 3. In `gradient_bias`, load weights that are all 1 % too large into the engine (1 line): is the drift that of
+    1 % noise? Predict first: what does a factor on all logits do to q?
  4. Change `PERIOD` to 2 and to 40. Which of the two parts notices?
 """
 import copy
@@ -133,15 +135,17 @@ def measure(batch: Batch) -> dict:
             "ess_token_predicted": (-l.var()).exp().item(), "ess_sequence_predicted": (-sequence.var()).exp().item()}
 
 
-def growth(rows: list[dict]) -> dict:
-    """The lag's rms by age, over the syncs, and least-squares fits a t and a sqrt(t) to it."""
-    ages = sorted({row["age"] for row in rows})
-    rms = np.array([np.mean([row["l_rms"] for row in rows if row["age"] == age]) for age in ages])
-    fits = {}
-    for name, shape in (("t", np.array(ages, float)), ("sqrt(t)", np.sqrt(ages))):
-        a = float(shape @ rms / (shape @ shape))
-        fits[name] = {"a": a, "error": float(np.sqrt(np.mean((rms - a * shape)**2)) / rms[1:].mean())}
-    return {"age": ages, "l_rms": rms.tolist(), "fits": fits}
+def growth(rows: list[dict]) -> list[dict]:
+    """For each stretch between syncs, least-squares fits a t and a sqrt(t) to the lag's rms at age t."""
+    fits = []
+    for start in range(0, len(rows), PERIOD):
+        t, rms = (np.array([row[key] for row in rows[start:start + PERIOD]], float) for key in ("age", "l_rms"))
+        fit = {"from step": start}
+        for name, shape in (("t", t), ("sqrt(t)", t**0.5)):
+            a = shape @ rms / (shape @ shape)
+            fit[name] = float(np.mean((rms - a * shape)**2)**0.5 / rms[1:].mean())     # misfit, share of the mean
+        fits.append(fit)
+    return fits
 
 
 def slope(values) -> tuple[float, float]:
@@ -156,23 +160,24 @@ def follow(trainer, sampler, tokenizer, seed: int, steps: int, max_tokens: int, 
     trainer = copy.deepcopy(trainer)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0)
     run = grpo(trainer, sampler, lesson1.TASKS["sum"], tokenizer, optimizer, weighted(lesson2.CORRECTIONS["tis"]), steps, PERIOD, seed,
-               max_tokens=max_tokens)
+               max_tokens=max_tokens, decay=False)             # a constant rate: the lag's growth is the updates' doing
     rows = [measure(batch) for batch in tqdm(run, total=steps, desc="stale run")]
     return {"rows": rows, "growth": growth(rows), "d_rms_slope": slope([r["d_rms"] for r in rows]), "d_odds_slope": slope([r["d_odds"] for r in rows])}
 
 
 # ---------------------------------------------------------------- what can be loaded into the engine
-def weight_noise(size: float, seed: int):
-    """state -> state x (1 + size eps): eps normal, drawn once in float32 for each matrix, the same at every call."""
-    drawn = {}
+def weight_noise(size: float, seed: int, fresh: bool = False):
+    """state -> state x (1 + size eps), eps normal, drawn in float32 matrix by matrix: the same at every call, or
+    with `fresh` another at each call."""
+    calls = 0
 
     def perturb(state: dict) -> dict:
-        rng, loaded, result = torch.Generator().manual_seed(seed), {}, {}
+        nonlocal calls
+        rng, loaded, result = torch.Generator().manual_seed(seed + 1000 * calls * fresh), {}, {}
+        calls += 1
         for name, value in state.items():
             if value.data_ptr() not in loaded:                     # a tied matrix has two names, and one noise
-                if name not in drawn:
-                    drawn[name] = torch.randn(value.shape, generator=rng.manual_seed(seed + len(drawn)))
-                loaded[value.data_ptr()] = value * (1 + size * drawn[name].to(value.device))
+                loaded[value.data_ptr()] = value * (1 + size * torch.randn(value.shape, generator=rng).to(value.device))
             result[name] = loaded[value.data_ptr()]
         return result
     return perturb
@@ -231,32 +236,36 @@ def in_halves(f, model, rollout, A: Tensor) -> tuple[Tensor, Tensor]:
 
 def gradient_bias(trainer, engine, clean, tokenizer, seed: int, quick: bool) -> list[dict]:
     """At the free-tokens policy's own weights: the engine with something loaded into it against the clean one.
-    |D| / |S|: drift over on-policy gradient; cos(G, S): the gradient from mu's samples against the on-policy one."""
+    |D| / |S|: drift over on-policy gradient; cos(G, S): the gradient from mu's samples against the on-policy one. All
+    are ratios of unbiased estimates: cosines can exceed 1, and how far the clean engine's is from 1 tells the noise."""
     task, group_size, n = lesson1.TASKS["free"], 8, 64 if quick else 256
     digits, prompts = lesson1.make_prompts(task, tokenizer, n, np.random.default_rng(seed))
     arms = [("natural bf16", None, -1)] + [(f"weight noise {s:.0%}", weight_noise(s, seed), -1) for s in NOISES] + [
         ("int8 weights", fake_quantised(8), -1), ("int4 weights", fake_quantised(4), -1), ("top-k 3", None, 3)]
     clean.sync(trainer)
     on_policy = clean.sample(prompts, task.max_tokens, seed=[seed, 0], group_size=group_size)
-    again = clean.sample(prompts, task.max_tokens, seed=[seed, 1], group_size=group_size)
 
     def advantage(rollout, kind):
         R = lesson1.rewards(task, digits.repeat(group_size, 0), rollout, tokenizer)
         return lesson2.advantages(R, group_size, kind).to(lesson1.DEVICE)
 
     S = {kind: in_halves(policy_gradient, trainer, on_policy, advantage(on_policy, kind)) for kind in ("raw", "mean")}
-    rows = [{"arm": "clean engine, other samples", "abs": 0.0, "k3": 0.0, "advantage": kind, "drift": 0.0, "drift_against_S": float("nan"),
-             "cosine": cosine(in_halves(policy_gradient, trainer, again, advantage(again, kind)), S[kind])} for kind in S]
-    for name, perturb, top_k in tqdm(arms, desc="drift at fixed weights"):
-        engine.sync(trainer, perturb(trainer.state_dict()) if perturb else None)
-        rollout = engine.sample(prompts, task.max_tokens, seed=[seed, 2], group_size=group_size, head=-1, top_k=top_k)
+
+    def one_arm(name, rollout) -> list[dict]:
         size = lesson1.gap(lesson1.score(trainer, rollout)[rollout.mask], rollout.logp_sampler[rollout.mask])
+        rows = []
         for kind in S:
             A = advantage(rollout, kind)
             D, G = in_halves(drift, trainer, rollout, A), in_halves(policy_gradient, trainer, rollout, A)
-            rows.append({"arm": name, "abs": size["abs"], "k3": size["k3"], "advantage": kind,
-                         "drift": max(norm2(D), 0.0)**0.5 / norm2(S[kind])**0.5, "drift_against_S": cosine(D, S[kind]),
-                         "cosine": cosine(G, S[kind])})
+            share = norm2(D) / norm2(S[kind])
+            rows.append({"arm": name, "abs": size["abs"], "k3": size["k3"], "advantage": kind, "drift": share**0.5 if share > 0 else float("nan"),
+                         "drift_against_S": cosine(D, S[kind]), "cosine": cosine(G, S[kind])})
+        return rows
+
+    rows = one_arm("clean fp32 engine, other samples", clean.sample(prompts, task.max_tokens, seed=[seed, 1], group_size=group_size, head=-1))
+    for name, perturb, top_k in tqdm(arms, desc="drift at fixed weights"):
+        engine.sync(trainer, perturb(trainer.state_dict()) if perturb else None)
+        rows += one_arm(name, engine.sample(prompts, task.max_tokens, seed=[seed, 2], group_size=group_size, head=-1, top_k=top_k))
     return rows
 
 
@@ -264,21 +273,24 @@ APART = (1, 2, 4, 8, 16)
 
 
 def drift_directions(trainer, engine, tokenizer, seed: int, steps: int, period: int, perturb) -> dict:
-    """Train on the free tokens (raw rewards, SGD) and compare the drift's direction from step to step."""
+    """Train on the free tokens (raw rewards, SGD) and compare the drift's direction from step to step: {steps
+    apart: cosine}, over all pairs of steps, also across syncs. With period > 1 the steps at a sync are left out:
+    there is no lag there."""
     trainer, task = copy.deepcopy(trainer), lesson1.TASKS["free"]
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.04)
-    drifts = [in_halves(drift, trainer, batch.rollout, batch.advantage) for batch in tqdm(
-        grpo(trainer, engine, task, tokenizer, optimizer, weighted(lesson2.CORRECTIONS["none"]), steps, period, seed, prompts=64, advantage="raw",
-             head=-1, perturb=perturb, decay=False), total=steps, desc="drift in training")]
-    usable = [k for k in range(steps) if k % period or period == 1]       # at a sync there is no lag, hence no drift of it
+    drifts = {}
+    for batch in tqdm(grpo(trainer, engine, task, tokenizer, optimizer, weighted(lesson2.CORRECTIONS["none"]), steps, period, seed,
+                           prompts=64, advantage="raw", head=-1, perturb=perturb, decay=False), total=steps, desc="drift in training"):
+        if batch.age or period == 1:
+            drifts[batch.step] = in_halves(drift, trainer, batch.rollout, batch.advantage)
     result = {}
     for apart in APART:
-        pairs = [(k, k + apart) for k in usable if k + apart in usable and k // period == (k + apart) // period or period == 1 and k + apart < steps]
+        pairs = [(drifts[k], drifts[k + apart]) for k in drifts if k + apart in drifts]
         if pairs:
-            # a ratio of sums: single cosines divide by norms that noise can push below zero
-            top = np.mean([cross(drifts[a], drifts[b]) for a, b in pairs])
-            bottom = np.mean([norm2(drifts[a]) for a, _ in pairs]) * np.mean([norm2(drifts[b]) for _, b in pairs])
-            result[apart] = float(top / bottom**0.5) if bottom > 0 else float("nan")
+            # a ratio of means: single cosines divide by norms that noise can push below zero
+            product = np.mean([cross(a, b) for a, b in pairs])
+            squares = np.mean([norm2(a) for a, _ in pairs]) * np.mean([norm2(b) for _, b in pairs])
+            result[str(apart)] = float(product / squares**0.5) if squares > 0 else float("nan")
     return result
 
 
@@ -307,22 +319,23 @@ def feedback(trainer, sampler, own, tokenizer, seed: int, lr: float, steps: int 
 
 
 def feedback_ratios(rows: list[dict]) -> dict:
-    """Growth of the lag's rms a step, w = r over w = 1, before and after the ESS of w = 1 falls below 1/2."""
+    """Growth of the lag's rms, w = r over w = 1, from step 1 (the first step is the same under both) until the ESS of w = 1
+    falls below 1/2, and from there to the end; NaN where w = 1 did not grow."""
     first = next((row["step"] for row in rows if row["ess w = 1"] < 0.5), len(rows))
     result = {"lr": rows[0]["lr"], "seed": rows[0]["seed"], "first step with ESS < 1/2": first}
     for prefixes in ("sampler", "own"):
-        for part, (a, b) in {"before": (0, min(first, len(rows) - 1)), "after": (min(first, len(rows) - 1), len(rows) - 1)}.items():
+        for part, (a, b) in {"before": (1, min(first, len(rows) - 1)), "after": (min(first, len(rows) - 1), len(rows) - 1)}.items():
             grown = {name: rows[b][f"{prefixes} {name}"] - rows[a][f"{prefixes} {name}"] for name in ("w = 1", "w = r")}
             result[f"{prefixes} prefixes, {part}"] = grown["w = r"] / grown["w = 1"] if b > a and grown["w = 1"] > 0 else float("nan")
     return result
 
 
-def study(trainer, sampler, own, tokenizer, seeds=range(5), rates=(1.5e-3, 5e-4)) -> dict:
+def study(trainer, sampler, own, tokenizer, policy_name: str, seeds=range(5), rates=(1.5e-3, 5e-4)) -> dict:
     """The feedback loop over paired seeds and two learning rates; a run that runs/03_study holds is not run again."""
     runs = []
     for lr in rates:
         for seed in seeds:
-            path = lesson1.ROOT / "runs" / "03_study" / f"lr{lr}-seed{seed}.json"
+            path = lesson1.ROOT / "runs" / "03_study" / f"{policy_name}-lr{lr}-seed{seed}.json"
             if not path.exists():
                 lesson1.save_json(feedback(trainer, sampler, own, tokenizer, seed, lr), path)
             runs.append(json.loads(path.read_text()))
@@ -331,35 +344,35 @@ def study(trainer, sampler, own, tokenizer, seeds=range(5), rates=(1.5e-3, 5e-4)
 
 # ---------------------------------------------------------------- table and picture
 def report(result: dict) -> None:
-    rows, fits = result["follow"]["rows"], result["follow"]["growth"]["fits"]
+    rows, fits = result["follow"]["rows"], result["follow"]["growth"]
     print(f"\n{'step':>4} {'age':>3} {'reward':>6}  {'rms d':>8} {'mean d':>9} {'d on log-odds':>13}  {'rms l':>8} {'mean l':>9}  mean r (1) | ESS token: exp(-Var) | measured   ESS sequence: exp(-Var) | measured")
     for r in rows[::max(1, len(rows) // 20)]:
         print(f"{r['step']:4d} {r['age']:3d} {r['reward']:6.3f}  {r['d_rms']:8.1e} {r['d_mean']:9.1e} {r['d_odds']:13.1e}  {r['l_rms']:8.1e} {r['l_mean']:9.1e}  {r['mean_weight']:10.3f}"
               f"{r['ess_token_predicted']:23.3f} | {r['ess_token']:.3f}{r['ess_sequence_predicted']:28.3f} | {r['ess_sequence']:.3f}")
-    print(f"\n{'':78}predicted |  measured")
+    print(f"\n{'':82}predicted |  measured")
     laws = [("log pi - log mu = discrepancy + lag: largest difference, nats", 0, f"{max(r['identity'] for r in rows):.1e}"),
             ("lag at a sync: largest rms", 0, f"{max(r['l_rms'] for r in rows if r['age'] == 0):.1e}")]
-    for name, unit in (("d_rms", "rms discrepancy, nats"), ("d_odds", "discrepancy on the log-odds")):
+    for name, unit, expected in (("d_rms", "rms discrepancy, nats", "falls"), ("d_odds", "discrepancy on the log-odds", "0")):
         mean, (a, error) = np.mean([r[name] for r in rows]), result["follow"][f"{name}_slope"]
-        laws.append((f"{unit} (mean {mean:.1e}): change over the run, % of the mean", 0, f"{100 * a * len(rows) / mean:.0f} ± {100 * error * len(rows) / mean:.0f}"))
-    best = min(fits, key=lambda name: fits[name]["error"])
-    laws += [(f"rms lag against age t: misfit of {fit['a']:.3f} {name}, share of the mean" + ("  (the better)" if name == best else ""), 0,
-              f"{fit['error']:.2f}") for name, fit in fits.items()]
+        laws.append((f"{unit} (mean {mean:.1e}): change over the run, % of the mean", expected, f"{100 * a * len(rows) / mean:.0f} ± {100 * error * len(rows) / mean:.0f}"))
+    for name in ("t", "sqrt(t)"):
+        laws.append((f"rms lag as a {name}: misfit, share of the mean, by stretch between syncs", "-", " ".join(f"{fit[name]:.2f}" for fit in fits)))
     for law, predicted, measured in laws:
-        print(f"{law:78}{predicted:9} | {measured:>9}")
+        print(f"{law:82}{predicted:>9} | {measured:>9}")
     if "drift" in result:
-        print(f"\n{'loaded into the engine':30}{'mean |d|':>9}{'k3':>9}   raw: |D|/|S|  cos(D,S)  cos(G,S)   group mean: |D|/|S|  cos(D,S)  cos(G,S)")
+        print(f"\n{'loaded into the engine':34}{'mean |d|':>9}{'k3':>9}   raw: |D|/|S|  cos(D,S)  cos(G,S)   group mean: |D|/|S|  cos(D,S)  cos(G,S)")
+        show = lambda x, width, digits: f"{'noise' if x is None else f'{x:.{digits}f}':>{width}}"
         for raw, mean in zip(result["drift"][::2], result["drift"][1::2]):
-            print(f"{raw['arm']:30}{raw['abs']:9.1e}{raw['k3']:9.1e}{raw['drift']:15.3f}{raw['drift_against_S']:10.2f}{raw['cosine']:10.3f}"
-                  f"{mean['drift']:22.3f}{mean['drift_against_S']:10.2f}{mean['cosine']:10.3f}")
+            print(f"{raw['arm']:34}{raw['abs']:9.1e}{raw['k3']:9.1e}" + "".join(
+                show(row["drift"], width, 3) + show(row["drift_against_S"], 10, 2) + show(row["cosine"], 10, 3) for row, width in ((raw, 15), (mean, 22))))
         print("\ncosine of the drift with itself, steps apart:  " + "".join(f"{a:>8}" for a in APART))
         for name, cosines in result["directions"].items():
-            print(f"{name:47}" + "".join(f"{cosines.get(a, float('nan')):8.2f}" for a in map(str, APART)))
+            print(f"{name:47}" + "".join(show(cosines.get(str(a)), 8, 2) for a in APART))
     if "study" in result:
-        keys = [k for k in result["study"]["ratios"][0] if k not in ("seed", "lr")]
+        keys = ["first step with ESS < 1/2", *(f"{p} prefixes, {part}" for p in ("sampler", "own") for part in ("before", "after"))]
         print("\nfeedback loop: growth of the lag a step, w = r over w = 1 (below 1: the weight damps the loop)\n     lr  seed  " + "  ".join(keys))
         for row in result["study"]["ratios"]:
-            print(f"{row['lr']:7g}  {row['seed']:4d}  " + "  ".join(f"{row[k]:{len(k)}.2f}" for k in keys))
+            print(f"{row['lr']:7g}  {row['seed']:4d}  " + "  ".join(f"{'-' if row[k] is None else f'{row[k]:.2f}':>{len(k)}}" for k in keys))
 
 
 def draw(result: dict, path: Path) -> None:
@@ -382,11 +395,11 @@ def draw(result: dict, path: Path) -> None:
             middle.axvline(r["step"], color="k", linestyle=":", linewidth=0.8)
     middle.set(xlabel="step (dotted: sync)", ylabel="share of the samples", ylim=(0, 1.3), title="Whole responses run out of effective\nsamples first")
     middle.legend(fontsize=8, loc="upper left")
-    for (name, cosines), style in zip(result.get("directions", {}).items(), ("ko-", "k^--")):
-        right.plot([int(a) for a in cosines], list(cosines.values()), style, label=name)
+    for (name, cosines), style in zip(result.get("directions", {}).items(), ("ko-", "kx:", "k^--")):
+        right.plot([int(a) for a in cosines], np.array(list(cosines.values()), float), style, label=name)
     right.axhline(0, color="k", linewidth=0.5)
-    right.set(xlabel="steps apart", ylabel="cosine of the drift with itself", ylim=(-0.3, 1.1), title="The engine's drift keeps its direction,\nthe lag's turns")
-    right.legend(fontsize=8)
+    right.set(xlabel="steps apart", ylabel="cosine of the drift with itself", ylim=(-0.8, 1.15), title="The engine's drift keeps its direction,\nthe lag's loses it slowly")
+    right.legend(fontsize=8, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -404,17 +417,21 @@ def main(argv=None) -> dict:
         free = lesson1.load_model(free_path := lesson1.policy("free"))
         clean = lesson1.Sampler(free_path, dtype="float32")
         result["drift"] = gradient_bias(free, sampler, clean, tokenizer, args.seed, args.quick)
-        span = 9 if args.quick else 33
-        directions = {"discrepancy: weight noise 10%, synced every step": drift_directions(free, sampler, tokenizer, args.seed, span, 1, weight_noise(0.1, args.seed)),
-                      f"lag: natural bf16, synced every {span} steps": drift_directions(free, sampler, tokenizer, args.seed, span, span, None)}
-        result["directions"] = {name: {str(a): c for a, c in cosines.items()} for name, cosines in directions.items()}
+        span, period = (9, 4) if args.quick else (33, 11)
+        result["directions"] = {name: drift_directions(free, sampler, tokenizer, args.seed, span, every, perturb) for name, every, perturb in (
+            ("discrepancy: one weight noise of 10%, no lag", 1, weight_noise(0.1, args.seed)),
+            ("control: new weight noise of 10% every step", 1, weight_noise(0.1, args.seed, fresh=True)),
+            (f"lag: natural bf16, synced every {period} steps", period, None))}
+        saved = args.out / "03_decompose.json"
         if args.study:
-            result["study"] = study(trainer, sampler, clean, tokenizer)
+            result["study"] = study(trainer, sampler, clean, tokenizer, Path(path).name)
+        elif saved.exists() and "study" in (before := json.loads(saved.read_text())):
+            result["study"] = before["study"]                # a plain run does not lose what the study found
+    result = lesson1.save_json(result, args.out / "03_decompose.json")
     report(result)
     last = [r for r in result["follow"]["rows"] if r["age"] == PERIOD - 1]
     print(f"\nOne step after a sync the lag is {np.mean([r['l_rms'] / r['d_rms'] for r in result['follow']['rows'] if r['age'] == 1]):.0f} times the discrepancy; "
           f"at age {PERIOD - 1} the responses' ESS is {np.mean([r['ess_sequence'] for r in last]):.2f}, the tokens' {np.mean([r['ess_token'] for r in last]):.2f}.")
-    lesson1.save_json(result, args.out / "03_decompose.json")
     draw(result, args.out / "03_decompose.png")
     print(f"picture: {args.out / '03_decompose.png'}")
     return result

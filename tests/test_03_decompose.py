@@ -128,8 +128,12 @@ def test_weight_noise_is_drawn_once_and_ties_stay_tied(trainer):
     matrix = "model.layers.0.mlp.up_proj.weight"
     relative = one[matrix] / state[matrix] - 1
     assert abs(relative.std().item() - 0.1) < 0.005 and abs(relative.mean().item()) < 0.005
-    doubled = perturb({n: 2 * v for n, v in state.items() if n != "lm_head.weight"})
-    assert torch.allclose(doubled[matrix], 2 * one[matrix])                      # the noise belongs to the name, not to the value
+    twice = {n: 2 * v for n, v in state.items()}
+    twice["lm_head.weight"] = twice["model.embed_tokens.weight"]
+    assert torch.allclose(perturb(twice)[matrix], 2 * one[matrix])               # the noise belongs to the matrix, not to its value
+    fresh = lesson3.weight_noise(0.1, seed=3, fresh=True)
+    first, second = fresh(state)[matrix], fresh(state)[matrix]
+    assert torch.equal(first, one[matrix]) and not torch.allclose(second, first)
     other = lesson3.weight_noise(0.1, seed=4)(state)
     assert not torch.equal(other[matrix], one[matrix])
     gate = one["model.layers.0.mlp.gate_proj.weight"] / state["model.layers.0.mlp.gate_proj.weight"] - 1
@@ -258,10 +262,10 @@ def test_drift_of_a_truncated_support_is_finite(trainer, engine):
 # ---------------------------------------------------------------- the arithmetic of the report
 def test_growth_tells_a_line_from_a_root():
     for name, shape in (("t", lambda t: 0.3 * t), ("sqrt(t)", lambda t: 0.3 * t**0.5)):
-        rows = [{"age": age, "l_rms": shape(age)} for _ in range(2) for age in range(8)]
-        fits = lesson3.growth(rows)["fits"]
-        assert abs(fits[name]["a"] - 0.3) < 1e-9 and fits[name]["error"] < 1e-9
-        assert all(fit["error"] > 0.05 for other, fit in fits.items() if other != name)
+        rows = [{"age": age, "l_rms": (1 + k) * shape(age)} for k in range(2) for age in range(lesson3.PERIOD)]
+        for fit in lesson3.growth(rows):
+            assert fit[name] < 1e-9 and all(fit[other] > 0.05 for other in ("t", "sqrt(t)") if other != name)
+        assert [fit["from step"] for fit in lesson3.growth(rows)] == [0, lesson3.PERIOD]
 
 
 def test_slope_and_its_error():
@@ -288,6 +292,7 @@ def test_feedback_ratios():
              "own w = 1": 2.0 * k, "own w = r": 2.0 * k, "reward w = 1": 0, "reward w = r": 0} for k in range(8)]
     ratios = lesson3.feedback_ratios(rows)
     assert ratios["first step with ESS < 1/2"] == 3
+    assert math.isnan(lesson3.feedback_ratios([{**row, "ess w = 1": 0.1} for row in rows])["own prefixes, before"])
     assert abs(ratios["sampler prefixes, before"] - 0.5) < 1e-9 and abs(ratios["sampler prefixes, after"] - 0.1) < 1e-9
     assert ratios["own prefixes, before"] == ratios["own prefixes, after"] == 1
 
@@ -302,5 +307,5 @@ def test_quick_run(tmp_path):
     assert all(row["identity"] < 1e-12 for row in rows)
     assert all((row["l_rms"] == 0) == (row["age"] == 0) for row in rows)
     assert all(1e-4 < row["d_rms"] < 0.1 for row in rows)
-    drift = {(row["arm"], row["advantage"]): row["drift"] for row in result["drift"]}
+    drift = {(row["arm"], row["advantage"]): row["drift"] or 0.0 for row in result["drift"]}
     assert drift["weight noise 10%", "raw"] > 3 * drift["weight noise 10%", "mean"] and drift["weight noise 10%", "raw"] > 3 * drift["natural bf16", "raw"]
