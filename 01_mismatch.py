@@ -753,6 +753,7 @@ def lesson_arguments(prog: str, doc: str, argv, study: str | None = None) -> tup
 
 
 def main(argv=None) -> dict:
+    """Runs the lesson and returns what its JSON holds. argv as on the command line."""
     args, path, trainer = lesson_arguments("01_mismatch.py", __doc__, argv)
     result = summarise(*measure(path, trainer, args.seed, args.quick))
     result["settings"] = {"model": args.model or ("tiny" if DEVICE.type == "cpu" else HUB_MODEL), "seed": args.seed, "quick": args.quick}

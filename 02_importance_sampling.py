@@ -86,6 +86,7 @@ def correction(name: str):
     """Registers a weight under the name that `train.py --correction` takes. Decided here, for all of
     them: the weight is a constant to the gradient, and 0 where the mask is 0."""
     def register(function):
+        """function computes the weight; what is registered, and returned, keeps the contract."""
         @torch.no_grad()
         def weight(logp, logp_old, logp_sampler, advantage, mask, **settings):
             return torch.where(mask, function(logp, logp_old, logp_sampler, advantage, mask, **settings), 0.0)
@@ -476,10 +477,11 @@ def real_world(path: str, trainer, seed: int, quick: bool) -> dict:
 
 # ---------------------------------------------------------------- table and picture
 def report(result: dict) -> None:
+    """The tables, predicted beside measured."""
     exact, real = result["exact"], result["real"]
     print(f"\nexact world: V = {exact['V']}, T = {exact['T']}, {exact['responses']} responses enumerated, {exact['worlds']} worlds; "
           f"all relative to the true gradient, MSE at n = {N_SAMPLES}")
-    print(" " * 12 + "".join(f"| log-odds noise {table['size']}:{'':39}" for table in exact["tables"]))
+    print(" " * 12 + "".join(f"| logit noise {table['size']}:{'':39}" for table in exact["tables"]))
     print(f"{'estimator':12}" + f"|{'bias':>8} ± worlds {'cosine':>8}{'variance':>10}{'MSE':>9}{'':>13}" * 2)
     for name in CORRECTIONS:
         cells = []
@@ -515,7 +517,7 @@ def draw(result: dict, path: Path) -> None:
         for name, style in (("seq-is", "--"), ("token-is", ":")):
             axes.plot(x, [(m[name]["variance"] / N_SAMPLES)**0.5 for m in each], style, color="0.5", linewidth=2.5, label=f"{name}: noise")
         axes.set(ylabel="relative to the true gradient", yscale="log", ylim=(8e-5, 300))
-    left.set(xlabel=f"log-odds noise between mu, pi_old and pi (T = {exact['T']})", xscale="log",
+    left.set(xlabel=f"logit noise between mu, pi_old and pi (T = {exact['T']})", xscale="log",
              title=f"Bias against noise at n = {N_SAMPLES}:\nonly seq-is has no bias (drawn at 1e-4)")
     left.set_xticks(exact["sizes"], [str(x) for x in exact["sizes"]], minor=False)
     left.set_xticks([], minor=True)
@@ -533,6 +535,7 @@ def draw(result: dict, path: Path) -> None:
 
 
 def main(argv=None) -> dict:
+    """Runs the lesson and returns what its JSON holds. argv as on the command line."""
     args, path, trainer = lesson1.lesson_arguments("02_importance_sampling.py", __doc__, argv)
     result = {"exact": exact_world(args.seed, args.quick), "real": real_world(path, trainer, args.seed, args.quick)}
     report(result)

@@ -344,6 +344,7 @@ def study(trainer, sampler, own, tokenizer, policy_name: str, seeds=range(5), ra
 
 # ---------------------------------------------------------------- table and picture
 def report(result: dict) -> None:
+    """The tables, predicted beside measured."""
     rows, fits = result["follow"]["rows"], result["follow"]["growth"]
     print(f"\n{'step':>4} {'age':>3} {'reward':>6}  {'rms d':>8} {'mean d':>9} {'d on log-odds':>13}  {'rms l':>8} {'mean l':>9}  mean r (1) | ESS token: exp(-Var) | measured   ESS sequence: exp(-Var) | measured")
     for r in rows[::max(1, len(rows) // 20)]:
@@ -406,6 +407,7 @@ def draw(result: dict, path: Path) -> None:
 
 
 def main(argv=None) -> dict:
+    """Runs the lesson and returns what its JSON holds. argv as on the command line."""
     args, path, trainer = lesson1.lesson_arguments("03_decompose.py", __doc__, argv, study="the feedback loop, over five seeds")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     tiny = lesson1.is_tiny(tokenizer)

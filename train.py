@@ -46,6 +46,7 @@ HELD_OUT = [2**40, 7]  # the held-out prompts' seed; no run's seed and step
 
 # ---------------------------------------------------------------- the command line
 def positive(kind):
+    """An argparse type: a finite number of that kind above 0."""
     def convert(text):
         value = kind(text)
         if not (value > 0 and math.isfinite(value)):
@@ -56,6 +57,7 @@ def positive(kind):
 
 
 def parse(argv):
+    """The flags, their defaults for this model, the trainer and the tokenizer; exit code 2 and one line if one is bad."""
     parser = lesson1.Parser(prog="train.py", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--model", help=f"a local directory or a hub name (default: {lesson1.HUB_MODEL} on a GPU, else the tiny policy)")
