@@ -514,60 +514,69 @@ def bf16_logp(model, rollout: Rollout) -> Tensor:
             for rows in micro_batches(rollout, model.config.get_text_config().vocab_size)])
 
 
+def record(arms: dict, kind: str, name: str, mask: Tensor, logp: Tensor, logp_other: Tensor) -> None:
+    """Adds one seed's log-probs of the response tokens, trainer's and sampler's, to an arm."""
+    arms.setdefault(name, (kind, []))[1].append((logp[mask], logp_other[mask]))
+
+
+def healthy_arms(arms: dict, errors: dict, roll16: Rollout, roll32: Rollout, fp32, bf16, exact) -> None:
+    """The control, the natural gap of three pairs with each side's error against `exact`, the batch's shape."""
+    record(arms, "control", "fp32 trainer twice", roll16.mask, score(fp32, roll16), score(fp32, roll16))
+    record(arms, "control", "fp32 engine | fp32 trainer", roll32.mask, score(fp32, roll32), roll32.logp_sampler)
+    for name, roll, trainer in (("bf16 engine | bf16 trainer", roll16, bf16), ("bf16 engine | fp32 trainer", roll16, fp32),
+                                ("fp32 engine | bf16 trainer", roll32, bf16)):
+        logp, truth = score(trainer, roll), score(exact, roll)
+        record(arms, "natural", name, roll.mask, logp, roll.logp_sampler)
+        errors.setdefault(name, []).append(torch.stack([roll.logp_sampler - truth, logp - truth])[:, roll.mask])
+    for name, trainer in ("fp32", fp32), ("bf16", bf16):
+        alone = torch.cat([score(trainer, roll16[i:i + 1]) for i in range(len(roll16))])
+        record(arms, "batch shape", f"{name} trainer: batch | row alone", roll16.mask, score(trainer, roll16), alone)
+
+
+def bug_arms(arms: dict, roll16: Rollout, sample, fp32, ahead, engine16: Sampler, engine_raw: Sampler) -> None:
+    """The bugs: each is put into "bf16 engine | fp32 trainer" and taken out again. sample(engine, **changes) draws the
+    same prompts; `ahead` is the trainer one optimizer step later."""
+    def bug(name, rollout, logp):
+        record(arms, "bug", name, rollout.mask, logp, rollout.logp_sampler)
+
+    cold = sample(engine16, temperature=0.7)
+    bug("temperature 0.7 in sampler only", cold, score(fp32, replace(cold, temperature=1.0)))
+    cold = sample(engine_raw, temperature=0.7)
+    bug("raw log-probs at T = 0.7", cold, score(fp32, cold))
+    truncated = sample(engine16, top_k=3)
+    bug("top-k 3 in sampler only", truncated, score(fp32, truncated))
+    bug("bf16 log-softmax", roll16, bf16_logp(fp32, roll16))
+    bug("weights one step stale", roll16, score(ahead, roll16))
+    if fp32.config.tie_word_embeddings:
+        engine16.load(dict(ahead.named_parameters()))            # no lm_head.weight among them
+        headless = sample(engine16)
+        bug("tied head lost in the sync", headless, score(ahead, headless))
+        engine16.sync(fp32)
+    again = sample(engine16)
+    record(arms, "control", "back at bf16 engine | fp32 trainer", again.mask, score(fp32, again), again.logp_sampler)
+
+
 def measure(path: str, fp32, seed: int, quick: bool) -> tuple[dict, list]:
     """Every arm, over several seeds of the sampling; fp32: the trainer. Returns {arm: (kind, [(log pi, log mu) a seed])} on
     the response tokens, and for each pair of engines its two errors against float64."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    tiny, task = is_tiny(tokenizer), TASKS["sum"]
-    n, repeats, max_tokens = (256 if tiny else 64) // (8 if quick else 1), 2 if quick else 4, task.max_tokens if tiny else 256
+    tokenizer, task = transformers.AutoTokenizer.from_pretrained(path), TASKS["sum"]
+    tiny = is_tiny(tokenizer)
+    n, repeats = (256 if tiny else 64) // (8 if quick else 1), 2 if quick else 4
+    max_tokens, lr = (task.max_tokens, 1.5e-3) if tiny else (256, 1e-6)
     bf16 = load_model(path, torch.bfloat16)
     exact = copy.deepcopy(bf16).double()          # float64 arithmetic on the bf16-rounded weights
-    ahead = copy.deepcopy(fp32)                   # takes one optimizer step; fp32 never changes
-    engine16, engine32 = Sampler(path, "bfloat16", gpu_memory_utilization=0.2), Sampler(path, "float32", gpu_memory_utilization=0.2)
+    engine16, engine32 = (Sampler(path, dtype, gpu_memory_utilization=0.2) for dtype in ("bfloat16", "float32"))
     engine_raw = Sampler(path, "bfloat16", logprobs_mode="raw_logprobs", gpu_memory_utilization=0.2)
     digits, prompts = make_prompts(task, tokenizer, n, np.random.default_rng(seed))
-
     arms, errors = {}, {}
-
-    def record(kind, name, rollout, logp, logp_other=None):
-        other = rollout.logp_sampler if logp_other is None else logp_other
-        arms.setdefault(name, (kind, []))[1].append((logp[rollout.mask], other[rollout.mask]))
-
-    for r in tqdm(range(repeats), desc="measuring"):
-        request = dict(max_tokens=max_tokens, seed=[seed, r])
-        roll16, roll32 = engine16.sample(prompts, **request), engine32.sample(prompts, **request)
-
-        record("control", "fp32 trainer twice", roll16, score(fp32, roll16), score(fp32, roll16))
-        record("control", "fp32 engine | fp32 trainer", roll32, score(fp32, roll32))
-
-        for name, roll, trainer in [("bf16 engine | bf16 trainer", roll16, bf16),
-                                    ("bf16 engine | fp32 trainer", roll16, fp32),
-                                    ("fp32 engine | bf16 trainer", roll32, bf16)]:
-            logp, truth = score(trainer, roll), score(exact, roll)
-            record("natural", name, roll, logp)
-            errors.setdefault(name, []).append(torch.stack([roll.logp_sampler - truth, logp - truth])[:, roll.mask])
-        for name, trainer in ("fp32", fp32), ("bf16", bf16):
-            alone = torch.cat([score(trainer, roll16[i:i + 1]) for i in range(len(roll16))])
-            record("batch shape", f"{name} trainer: batch | row alone", roll16, score(trainer, roll16), alone)
-
-        # The bugs. Each changes one thing of "bf16 engine | fp32 trainer" and puts it back.
-        cold = engine16.sample(prompts, temperature=0.7, **request)
-        record("bug", "temperature 0.7 in sampler only", cold, score(fp32, replace(cold, temperature=1.0)))
-        cold = engine_raw.sample(prompts, temperature=0.7, **request)
-        record("bug", "raw log-probs at T = 0.7", cold, score(fp32, cold))
-        topk = engine16.sample(prompts, top_k=3, **request)
-        record("bug", "top-k 3 in sampler only", topk, score(fp32, topk))
-        record("bug", "bf16 log-softmax", roll16, bf16_logp(fp32, roll16))
-        ahead.load_state_dict(fp32.state_dict())
-        one_step(ahead, roll16, rewards(task, digits, roll16, tokenizer), lr=1.5e-3 if tiny else 1e-6)
-        record("bug", "weights one step stale", roll16, score(ahead, roll16))
-        if fp32.config.tie_word_embeddings:
-            engine16.load(dict(ahead.named_parameters()))        # no lm_head.weight among them
-            lost = engine16.sample(prompts, **request)
-            record("bug", "tied head lost in the sync", lost, score(ahead, lost))
-            engine16.sync(fp32)
-        again = engine16.sample(prompts, **request)
-        record("control", "back at bf16 engine | fp32 trainer", again, score(fp32, again))
+    for repeat in tqdm(range(repeats), desc="measuring"):
+        def sample(engine, **changes):
+            return engine.sample(prompts, max_tokens, seed=[seed, repeat], **changes)
+        roll16, roll32 = sample(engine16), sample(engine32)
+        healthy_arms(arms, errors, roll16, roll32, fp32, bf16, exact)
+        ahead = copy.deepcopy(fp32)
+        one_step(ahead, roll16, rewards(task, digits, roll16, tokenizer), lr)
+        bug_arms(arms, roll16, sample, fp32, ahead, engine16, engine_raw)
     return arms, [(name, torch.cat(e, 1).double()) for name, e in errors.items()]
 
 
