@@ -258,7 +258,7 @@ def find_model(name: str | None, task_name: str = "sum") -> str:
     default model if it is None. Raises ValueError with one line for people otherwise."""
     if name is None and DEVICE.type == "cpu":
         return str(policy(task_name))
-    name = name or HUB_MODEL
+    name = HUB_MODEL if name is None else name
     part = "model"
     try:
         config = transformers.AutoConfig.from_pretrained(name)
@@ -269,20 +269,20 @@ def find_model(name: str | None, task_name: str = "sum") -> str:
             raise ValueError("its files hold no vocabulary")   # transformers makes an empty one without a word
     except Exception as error:   # whatever is wrong there, transformers has an exception of its own for it
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{name}: no {part} there that transformers can load ({reason})") from error
+        raise ValueError(f"--model {name}: no {part} there that transformers can load ({reason})") from error
     known = [i for i in ids if i != tokenizer.unk_token_id]
     if not known or max(ids) >= config.get_text_config().vocab_size:
-        raise ValueError(f"{name}: tokenizer and model have no vocabulary in common for digits "
+        raise ValueError(f"--model {name}: tokenizer and model have no vocabulary in common for digits "
                          f"(ids {ids}, model's vocabulary {config.get_text_config().vocab_size})")
     return name
 
 
 def load_model(path, dtype: torch.dtype = torch.float32):
-    """The trainer's copy of the policy. Raises ValueError if its weights cannot be read."""
+    """The trainer's copy of the policy. Raises ValueError with one line if its weights cannot be read."""
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: no weights that transformers can load ({str(error).splitlines()[0]})") from error
+    except Exception as error:   # as above: a torn file has an exception of its own
+        raise ValueError(f"--model {path}: no weights that transformers can load ({str(error).strip().splitlines()[0]})") from error
 
 
 # ---------------------------------------------------------------- the sampler: vLLM
@@ -711,6 +711,24 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+def seed(text: str) -> int:
+    """An argparse type: what every random generator here takes."""
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise ValueError
+    return value
+
+
+def check_writable(folder: Path) -> None:
+    """Makes the folder and writes a file there. Raises ValueError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "writable.tmp").write_text("")
+        (folder / "writable.tmp").unlink()
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from error
+
+
 def check_vllm() -> None:
     """Raises ValueError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
@@ -738,26 +756,24 @@ def lesson_arguments(prog: str, doc: str, argv, study: str | None = None) -> tup
     line if any of them is bad."""
     parser = Parser(prog=prog, description=doc.split("\n")[0])
     parser.add_argument("--model", help=f"a local directory or a hub name (default: {HUB_MODEL} on a GPU, else the tiny policy)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the sampling")
+    parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampling, 0 to 2^32 - 1")
     parser.add_argument("--quick", action="store_true", help="the same experiment, smaller")
     parser.add_argument("--out", type=Path, help="folder for the JSON and the picture (figures; where any other flag is given, "
                         "runs/<lesson>, so that what the README shows stays)")
     if study:
         parser.add_argument("--study", action="store_true", help=study)
     args = parser.parse_args(argv)
-    if args.seed < 0:
-        parser.error(f"--seed must be at least 0, not {args.seed}")
-    changed = args.model or args.seed or args.quick
-    args.out = args.out or (ROOT / "runs" / Path(prog).stem if changed else ROOT / "figures")
+    args.changed = bool(args.model is not None or args.seed or args.quick)
+    if study and args.study and args.changed:
+        parser.error("--study is one fixed experiment on the tiny policy: it goes with --out and no other flag")
+    args.out = args.out or (ROOT / "runs" / Path(prog).stem if args.changed else ROOT / "figures")
     try:
         check_vllm()
-        args.out.mkdir(parents=True, exist_ok=True)
+        check_writable(args.out)
         path = find_model(args.model)
         trainer = load_model(path)
-    except OSError as error:
-        parser.error(f"--out {args.out} cannot be written: {error.strerror}")
     except ValueError as error:
-        parser.error(f"--model {error}")
+        parser.error(str(error))
     return args, path, trainer
 
 

@@ -295,9 +295,10 @@ def drift_directions(trainer, engine, tokenizer, seed: int, steps: int, period: 
 
 
 # ---------------------------------------------------------------- experiment 3: the feedback loop (--study)
+@torch.no_grad()
 def lag_is(logp, logp_old, logp_sampler, advantage, mask):
     """w = r = pi / pi_old, nothing truncated: the importance weight of the lag."""
-    return torch.where(mask, lesson2.ratio(logp.detach() - logp_old), 0.0)
+    return torch.where(mask, lesson2.ratio(logp - logp_old), 0.0)
 
 
 def feedback(trainer, sampler, own, tokenizer, seed: int, lr: float, steps: int = 24) -> list[dict]:
@@ -336,10 +337,19 @@ def study(trainer, sampler, own, tokenizer, policy_name: str, seeds=range(5), ra
     for lr in rates:
         for seed in seeds:
             path = lesson1.ROOT / "runs" / "03_study" / f"{policy_name}-lr{lr}-seed{seed}.json"
-            if not path.exists():
-                lesson1.save_json(feedback(trainer, sampler, own, tokenizer, seed, lr), path)
-            runs.append(json.loads(path.read_text()))
+            rows = read_json(path)
+            if not rows:
+                rows = lesson1.save_json(feedback(trainer, sampler, own, tokenizer, seed, lr), path)
+            runs.append(rows)
     return runs
+
+
+def read_json(path: Path):
+    """What a JSON file holds; None if it is missing or torn."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 # ---------------------------------------------------------------- table and picture
@@ -351,7 +361,7 @@ def report(result: dict) -> None:
         print(f"{r['step']:4d} {r['age']:3d} {r['reward']:6.3f}  {r['d_rms']:8.1e} {r['d_mean']:9.1e} {r['d_odds']:13.1e}  {r['l_rms']:8.1e} {r['l_mean']:9.1e}  {r['mean_weight']:10.3f}"
               f"{r['ess_token_predicted']:23.3f} | {r['ess_token']:.3f}{r['ess_sequence_predicted']:28.3f} | {r['ess_sequence']:.3f}")
     print(f"\n{'':82}predicted |  measured")
-    laws = [("log pi - log mu = discrepancy + lag: largest difference, nats", 0, f"{max(r['identity'] for r in rows):.1e}"),
+    laws = [("log pi - log mu = discrepancy + lag, by definition: largest difference, nats", 0, f"{max(r['identity'] for r in rows):.1e}"),
             ("lag at a sync: largest rms", 0, f"{max(r['l_rms'] for r in rows if r['age'] == 0):.1e}")]
     for name, unit, expected in (("d_rms", "rms discrepancy, nats", "0"), ("d_odds", "discrepancy on the log-odds", "0")):
         mean, (a, error) = np.mean([r[name] for r in rows]), result["follow"][f"{name}_slope"]
@@ -398,7 +408,7 @@ def draw(result: dict, path: Path) -> None:
     middle.legend(fontsize=8, loc="upper left")
     for (name, cosines), style in zip(result.get("directions", {}).items(), ("ko-", "kx:", "k^--")):
         right.plot([int(a) for a in cosines], np.array(list(cosines.values()), float), style, label=name)
-    right.axhline(0, color="k", linewidth=0.5)
+    right.axhline(0, color="k", linewidth=0.5, label=None if result.get("directions") else "the tiny policy only")
     right.set(xlabel="steps apart", ylabel="cosine of the drift with itself", ylim=(-0.8, 1.15), title="The engine's drift keeps its direction,\nthe lag's loses it slowly")
     right.legend(fontsize=8, loc="lower left")
     figure.tight_layout()
@@ -424,10 +434,10 @@ def main(argv=None) -> dict:
             ("discrepancy: one weight noise of 10%, no lag", 1, weight_noise(0.1, args.seed)),
             ("control: new weight noise of 10% every step", 1, weight_noise(0.1, args.seed, fresh=True)),
             (f"lag: natural bf16, synced every {period} steps", period, None))}
-        saved = args.out / "03_decompose.json"
+        before = read_json(args.out / "03_decompose.json") or {}
         if args.study:
             result["study"] = study(trainer, sampler, clean, tokenizer, Path(path).name)
-        elif saved.exists() and "study" in (before := json.loads(saved.read_text())):
+        elif "study" in before and not args.changed:
             result["study"] = before["study"]                # a plain run does not lose what the study found
     result = lesson1.save_json(result, args.out / "03_decompose.json")
     report(result)

@@ -69,7 +69,7 @@ def parse(argv):
     add("--advantage", choices=["std", "mean", "raw"], default="std", help="see advantages in lesson 2")
     add("--staleness", type=int, default=0, help="how old the sampler's weights may get, in steps; 0 syncs before each")
     add("--correction", choices=list(lesson2.CORRECTIONS), default="none", help="the importance weight, see lesson 2")
-    add("--seed", type=int, default=0, help="of the prompts and of the sampling")
+    add("--seed", type=lesson1.seed, default=0, help="of the prompts and of the sampling, 0 to 2^32 - 1")
     add("--out", type=Path, help="the run's folder (runs/<correction>-s<staleness>-seed<seed>; with --quick, -quick behind it)")
     add("--save-every", type=positive(int), default=20, help=f"steps between checkpoints; the newest {KEEP} are kept")
     add("--quick", action="store_true", help="4 steps of 8 prompts, to see that everything works")
@@ -78,23 +78,17 @@ def parse(argv):
         parser.error("--group-size must be at least 2: an advantage compares a group's responses")
     if args.staleness < 0:
         parser.error(f"--staleness must be at least 0, not {args.staleness}")
-    if args.seed < 0:
-        parser.error(f"--seed must be at least 0, not {args.seed}")
     args.out = args.out or lesson1.ROOT / "runs" / (
         f"{args.correction}-s{args.staleness}-seed{args.seed}" + ("-quick" if args.quick else ""))
     if (args.out / "metrics.csv").exists():
         parser.error(f"--out {args.out} holds a run already: choose another folder, or delete this one")
     try:
         lesson1.check_vllm()
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "metrics.csv.tmp").write_text("")
-        (args.out / "metrics.csv.tmp").unlink()
+        lesson1.check_writable(args.out)
         args.path = lesson1.find_model(args.model)
         args.trainer = lesson1.load_model(args.path)
-    except OSError as error:
-        parser.error(f"--out {args.out} cannot be written: {error.strerror}")
     except ValueError as error:
-        parser.error(f"--model {error}")
+        parser.error(str(error))
     args.tokenizer = transformers.AutoTokenizer.from_pretrained(args.path)
     tiny = lesson1.is_tiny(args.tokenizer)
     args.steps = args.steps or (4 if args.quick else 80)

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,7 +149,7 @@ def test_fake_quantisation(trainer):
         step = w.abs().amax(1, keepdim=True) / (2**(bits - 1) - 1)
         assert (q - w).abs().max() <= step.max() / 2 + 1e-6 and ((q / step).round() - q / step).abs().max() < 1e-3
         assert max(len(row.unique()) for row in q) <= 2**bits - 1
-        assert rounded["model.embed_tokens.weight"] is state["model.embed_tokens.weight"]
+        assert {n for n in state if not torch.equal(rounded[n], state[n])} == {n for n in state if n.endswith("_proj.weight")}
 
 
 def test_the_perturbed_weights_reach_the_engine(trainer, engine, tokenizer):
@@ -159,6 +160,30 @@ def test_the_perturbed_weights_reach_the_engine(trainer, engine, tokenizer):
     mask = batch.rollout.mask
     assert (lesson1.score(noisy, batch.rollout) - batch.rollout.logp_sampler)[mask].abs().max() < 1e-5
     assert batch.discrepancy[mask].abs().mean() > 1e-2 and batch.lag[mask].abs().max() == 0
+
+
+def test_every_sync_goes_through_perturb(trainer, engine, tokenizer):
+    perturb, noisy = lesson3.weight_noise(0.1, seed=0), copy.deepcopy(trainer)
+    for batch in loop(trainer, engine, tokenizer, perturb=perturb, steps=3, period=1):
+        noisy.load_state_dict(perturb(trainer.state_dict()))
+        assert (lesson1.score(noisy, batch.rollout) - batch.rollout.logp_sampler)[batch.rollout.mask].abs().max() < 1e-5
+
+
+def test_the_loop_does_what_its_arguments_say(trainer, engine, tokenizer):
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-3, weight_decay=0.0)
+    rates = []
+    for batch in lesson3.grpo(trainer, engine, SUM, tokenizer, optimizer, lesson3.weighted(lesson2.CORRECTIONS["none"]), 3, 1, 0, prompts=6,
+                              group_size=4, advantage="raw", decay=False):
+        rates.append(optimizer.param_groups[0]["lr"])
+        assert torch.equal(batch.advantage, batch.R) and batch.R.any() and len(batch.R) == 24
+    assert rates == [1e-3] * 3
+    assert next(loop(trainer, engine, tokenizer, max_tokens=5)).rollout.ids.shape[1] == 5
+
+
+def test_weighted_loss_counts_response_tokens():
+    batch = lesson3.Batch(0, 0, SimpleNamespace(mask=torch.tensor([[True, True], [True, False]]), logp_sampler=torch.full((2, 2), -1.0)), None,
+                          torch.ones(2), torch.full((2, 2), -1.0), torch.full((2, 2), -1.0))
+    assert lesson3.weighted(lesson2.CORRECTIONS["none"])(batch).item() == 1.0
 
 
 # ---------------------------------------------------------------- the estimates
@@ -191,7 +216,7 @@ def test_cross_halves():
     check_cross_halves((lesson3.cross, lesson3.norm2))
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
     assert abs(lesson3.cosine((a, a), (b, b)) - math.sqrt(0.5)) < 1e-6
-    assert math.isnan(lesson3.cosine((a, -a), (b, b)))
+    assert math.isnan(lesson3.cosine((a, -a), (b, b))) and math.isnan(lesson3.cosine((a, -a), (a, -a)))
 
 
 @pytest.mark.parametrize("name", WRONG_HALVES)
@@ -234,7 +259,10 @@ def noisy_batch(trainer, engine, tokenizer):
 
 
 def test_drift(trainer, noisy_batch):
-    check_drift(lesson3.drift, trainer, noisy_batch.rollout, noisy_batch.R + 0.5)
+    rollout = noisy_batch.rollout
+    check_drift(lesson3.drift, trainer, rollout, noisy_batch.R + 0.5)
+    rollout.mask[::2, -2:] = False                                                # responses of two lengths
+    check_drift(lesson3.drift, trainer, rollout, torch.linspace(-1, 1, len(rollout)))
 
 
 @pytest.mark.parametrize("wrong", [sampled_score, without_advantage, trainers_distribution, mean_over_padding], ids=lambda f: f.__name__)
@@ -243,6 +271,11 @@ def test_drift_rejects(wrong, trainer, noisy_batch):
     rollout.mask[::2, -2:] = False                                                # responses of two lengths
     A = torch.linspace(-1, 1, len(rollout))
     rejected(lambda f: check_drift(f, trainer, rollout, A), wrong)
+
+
+def test_halves_are_disjoint_and_keep_their_advantages():
+    halves = lesson3.in_halves(lambda model, rows, A: (list(rows), A.tolist()), None, np.arange(6.0), torch.arange(6.0))
+    assert halves == (([0, 1, 2], [0, 1, 2]), ([3, 4, 5], [3, 4, 5]))
 
 
 def test_drift_vanishes_without_a_discrepancy(trainer, engine, tokenizer):
@@ -285,16 +318,56 @@ def test_measure_reports_the_effective_sample_size_of_the_lag_alone(trainer, eng
     s = torch.where(mask, lag, 0.0).sum(1).double().exp()
     assert abs(row["ess_sequence"] - (s.sum()**2 / len(s) / s.square().sum()).item()) < 1e-6
     assert abs(row["mean_weight"] - w.mean().item()) < 1e-6 and row["d_rms"] > 0.1
+    l, sequence = lag[mask].double().numpy(), torch.where(mask, lag, 0.0).sum(1).double().numpy()
+    d = (batch.logp_old - batch.rollout.logp_sampler)[mask].double().numpy()
+    p = batch.rollout.logp_sampler[mask].double().exp().numpy()
+    right = {"d_rms": np.sqrt(np.mean(d**2)), "d_mean": d.mean(), "l_rms": np.sqrt(np.mean(l**2)), "l_mean": l.mean(), "d_odds": np.abs(d).mean() / (1 - p).mean(),
+             "ess_token_predicted": np.exp(-l.var(ddof=1)), "ess_sequence_predicted": np.exp(-sequence.var(ddof=1))}
+    for name, value in right.items():
+        assert abs(row[name] - value) < 1e-5, name
 
 
 def test_feedback_ratios():
-    rows = [{"step": k, "seed": 0, "lr": 1e-3, "ess w = 1": 1 - 0.2 * k, "ess w = r": 1.0, "sampler w = 1": float(k), "sampler w = r": 0.5 * min(k, 3) + 0.1 * max(k - 3, 0),
-             "own w = 1": 2.0 * k, "own w = r": 2.0 * k, "reward w = 1": 0, "reward w = r": 0} for k in range(8)]
+    grown = {"sampler w = 1": [0, 2, 3, 6, 7, 9, 12, 16], "sampler w = r": [0, 2, 2.2, 4, 4, 4, 4.5, 5], "own w = 1": [0, 1, 2, 3, 5, 8, 13, 21],
+             "own w = r": [0, 1, 2, 3, 5, 8, 13, 21]}
+    rows = [{"step": k, "seed": 0, "lr": 1e-3, "ess w = 1": 1 - 0.2 * k, "ess w = r": 1.0, **{name: float(each[k]) for name, each in grown.items()}} for k in range(8)]
     ratios = lesson3.feedback_ratios(rows)
-    assert ratios["first step with ESS < 1/2"] == 3
+    assert ratios["first step with ESS < 1/2"] == 3                          # grows from 2 to 6, then to 16; under w = r from 2 to 4, then to 5
     assert math.isnan(lesson3.feedback_ratios([{**row, "ess w = 1": 0.1} for row in rows])["own prefixes, before"])
     assert abs(ratios["sampler prefixes, before"] - 0.5) < 1e-9 and abs(ratios["sampler prefixes, after"] - 0.1) < 1e-9
     assert ratios["own prefixes, before"] == ratios["own prefixes, after"] == 1
+
+
+def test_the_lags_weight():
+    p, o, s = (torch.tensor([[x, x]], requires_grad=True) for x in (-1.4, -1.1, -1.0))
+    w = lesson3.lag_is(p, o, s, torch.ones(1), torch.tensor([[True, False]]))
+    assert not w.requires_grad and abs(w[0, 0].item() - math.exp(-0.3)) < 1e-6 and w[0, 1] == 0
+
+
+def test_feedback_starts_both_arms_at_the_same_weights(trainer, engine, tokenizer):
+    start = copy.deepcopy(trainer.state_dict())
+    rows = lesson3.feedback(trainer, engine, engine, tokenizer, seed=0, lr=1e-3, steps=2)
+    assert all(torch.equal(v, start[n]) for n, v in trainer.state_dict().items())
+    for key in ("ess", "sampler", "own", "reward"):
+        assert rows[0][f"{key} w = 1"] == rows[0][f"{key} w = r"]
+    assert rows[0]["own w = 1"] == rows[0]["sampler w = 1"] == 0 and rows[1]["own w = 1"] > 1e-3
+
+
+def test_a_torn_study_is_run_again_and_a_finished_one_is_not(tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(lesson1, "ROOT", tmp_path)
+    monkeypatch.setattr(lesson3, "feedback", lambda *args: runs.append(args[4:]) or [{"step": 0, "seed": args[4]}])
+    study = lambda: lesson3.study(None, None, None, None, "tiny", seeds=(3, 4), rates=(1e-3,))
+    assert study() == [[{"step": 0, "seed": 3}], [{"step": 0, "seed": 4}]] == study() and runs == [(3, 1e-3), (4, 1e-3)]
+    next((tmp_path / "runs" / "03_study").glob("*seed4.json")).write_text('[{"step":')
+    assert study()[1] == [{"step": 0, "seed": 4}] and runs[2:] == [(4, 1e-3)]
+    assert lesson3.read_json(tmp_path / "nothing") is None
+
+
+def test_the_study_goes_with_no_other_flag(capsys):
+    with pytest.raises(SystemExit) as exit:
+        lesson3.main(["--study", "--quick"])
+    assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_quick_run(tmp_path):
