@@ -268,12 +268,15 @@ def main(argv=None, sampler=None) -> None:
         train(args, sampler)
         sampler.sync(args.trainer)
         after = {name: accuracy(sampler, task, args, t) for name, t in temperatures.items()}
-    except KeyboardInterrupt:
-        print(f"\ninterrupted: {left_behind(args.out)}", file=sys.stderr)
-        sys.exit(130)
     except (OSError, lesson1.SyncError) as error:
         print(f"train.py: error: {error}; {left_behind(args.out)}", file=sys.stderr)
         sys.exit(1)
+    except BaseException as error:
+        # Ctrl-C, also where vLLM's clean-up raised an error of its own over it
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        print(f"\ninterrupted: {left_behind(args.out)}", file=sys.stderr)
+        sys.exit(130)
     draw(args.out)
     with (args.out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -258,13 +258,18 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path, engine, monkeypatch, cap
     assert len(read(tmp_path / "a")) == 2
 
 
-def test_an_interrupted_run_keeps_what_it_had(tmp_path, engine, monkeypatch, capsys):
+@pytest.mark.parametrize("cleans_up_badly", [False, True])
+def test_an_interrupted_run_keeps_what_it_had(cleans_up_badly, tmp_path, engine, monkeypatch, capsys):
     calls, sample = [], engine.sample
 
     def interrupted(*args, **kwargs):
         calls.append(1)
         if len(calls) == 5:                       # two evaluations, two steps, then Ctrl-C
-            raise KeyboardInterrupt
+            try:
+                raise KeyboardInterrupt
+            finally:
+                if cleans_up_badly:               # seen: an UnboundLocalError from a `finally` of vLLM
+                    raise UnboundLocalError("tok")
         return sample(*args, **kwargs)
     monkeypatch.setattr(engine, "sample", interrupted)
     with pytest.raises(SystemExit) as exit:
@@ -273,6 +278,12 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path, engine, monkeypatch, cap
     assert "holds 2 steps in metrics.csv and checkpoint-1, checkpoint-2" in capsys.readouterr().err
     lesson1.load_model(tmp_path / "a" / "checkpoint-2")
     assert not list(tmp_path.glob("a/*.tmp"))
+
+
+def test_an_error_of_another_kind_is_not_hidden(tmp_path, engine, monkeypatch):
+    monkeypatch.setattr(engine, "sample", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "a", engine)
 
 
 # ---------------------------------------------------------------- bad arguments
