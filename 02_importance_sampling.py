@@ -15,7 +15,7 @@ noise: in a world of V^T responses that is small enough to be enumerated.
     bias      || E[g] - grad J ||                   what no number of samples removes
     variance  tr Cov[g] = E||g||^2 - ||E g||^2      what n samples divide by n
 
-Run it:  python 02_importance_sampling.py                          a CPU, about 25 s
+Run it:  python 02_importance_sampling.py                          a CPU, about half a minute
          python 02_importance_sampling.py --model Qwen/Qwen3-0.6B   a CUDA GPU (not run yet)
 Expect:  sequence IS without bias, its E[w^2] growing like (1 + chi^2)^T; token weights with less variance
          and hardly less bias than no weight; on real rollouts at the natural gap, weights so
