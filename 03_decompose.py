@@ -69,6 +69,10 @@ class Batch:
     advantage: Tensor              # (B,)
     logp: Tensor                   # (B, T) log pi at theta, with its graph
     logp_old: Tensor               # (B, T) log pi at theta_s, the sampler's weights
+    head_logp: Tensor              # (B, T, K) log pi of the recorded head at theta, with its graph
+    head_logp_old: Tensor          # (B, T, K) the same at theta_s
+    vocabulary: int                # V; K = V: the head is everything
+    dropped: int = 0               # tokens of the batch that this one replaces, see `grpo`
 
     @property
     def discrepancy(self) -> Tensor:
@@ -90,23 +94,40 @@ def weighted(correct):
 
 def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period: int, seed: int, prompts: int = 32,
          group_size: int = 8, max_tokens: int | None = None, advantage: str = "std", head: int = 0, perturb=None, decay: bool = True):
-    """Yields each step's Batch, then updates `trainer` on it. The sampler takes the trainer's weights every `period`
-    steps, through `perturb` (state dict -> state dict) if the engine is to hold others."""
-    old = copy.deepcopy(trainer)
+    """Yields each step's Batch, then updates `trainer` on it. The sampler takes the trainer's weights when they are `period`
+    steps old, through `perturb` (state dict -> state dict) if the engine is to hold others. A loss that returns None refuses
+    its batch: the sampler is synced, the batch dropped and sampled again, once."""
+    old, synced = copy.deepcopy(trainer), 0                        # theta_s, and the step at which it was theta
+    vocabulary = trainer.config.get_text_config().vocab_size
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / steps if decay else 1.0)
-    for step in range(steps):
-        age = step % period
-        if age == 0:
-            sampler.sync(trainer, perturb(trainer.state_dict()) if perturb else None)
-            old.load_state_dict(trainer.state_dict())              # copies: the anchor stays where the sampler is
+
+    def sync():
+        sampler.sync(trainer, perturb(trainer.state_dict()) if perturb else None)
+        old.load_state_dict(trainer.state_dict())                  # copies: the anchor stays where the sampler is
+
+    def draw_batch(attempt: int) -> Batch:
         digits, questions = lesson1.make_prompts(task, tokenizer, prompts, np.random.default_rng([seed, step]))
-        rollout = sampler.sample(questions, max_tokens or task.max_tokens, seed=[seed, step, 1], group_size=group_size, head=head)
+        rollout = sampler.sample(questions, max_tokens or task.max_tokens, seed=[seed, step, attempt], group_size=group_size, head=head)
         R = lesson1.rewards(task, digits.repeat(group_size, 0), rollout, tokenizer)
         A = lesson2.advantages(R, group_size, advantage).to(lesson1.DEVICE)
-        logp = lesson1.score(trainer, rollout, grad=True)
-        batch = Batch(step, age, rollout, R, A, logp, lesson1.score(old, rollout))   # both in the same micro-batches
+        logp, head_logp = lesson1.score(trainer, rollout, head=True, grad=True)
+        logp_old, head_logp_old = lesson1.score(old, rollout, head=True)        # in the same micro-batches
+        return Batch(step, step - synced, rollout, R, A, logp, logp_old, head_logp, head_logp_old, vocabulary)
+
+    for step in range(steps):
+        if step == 0 or step - synced == period:
+            sync()
+            synced = step
+        batch = draw_batch(attempt=1)
+        value = loss(batch)
+        if value is None:
+            sync()
+            synced, refused = step, batch
+            batch = draw_batch(attempt=2)
+            batch.dropped = int(refused.rollout.mask.sum())
+            value = loss(batch)
         yield batch
-        loss(batch).backward()
+        value.backward()
         torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -182,7 +182,7 @@ def test_the_loop_does_what_its_arguments_say(trainer, engine, tokenizer):
 
 def test_weighted_loss_counts_response_tokens():
     batch = lesson3.Batch(0, 0, SimpleNamespace(mask=torch.tensor([[True, True], [True, False]]), logp_sampler=torch.full((2, 2), -1.0)), None,
-                          torch.ones(2), torch.full((2, 2), -1.0), torch.full((2, 2), -1.0))
+                          torch.ones(2), torch.full((2, 2), -1.0), torch.full((2, 2), -1.0), *[torch.zeros(2, 2, 0)] * 2, 17)
     assert lesson3.weighted(lesson2.CORRECTIONS["none"])(batch).item() == 1.0
 
 

@@ -1,0 +1,458 @@
+"""Lesson 4: centre, clip, resynchronisation against closed forms in float64, and the loop on the real engine."""
+import copy
+import json
+import math
+import subprocess
+import sys
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from conftest import lesson1, rejected
+
+lesson4 = import_module("04_dlc")
+lesson2, lesson3 = lesson4.lesson2, lesson4.lesson3
+SUM = lesson1.TASKS["sum"]
+V, T, B = 7, 3, 4
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+A = torch.tensor([1.0, -0.5, 2.0, -1.5], dtype=torch.float64)
+
+
+def unclipped(lag, advantage):
+    """f(r) = r."""
+    return lesson2.ratio(lag)
+
+
+RULES = {"truncated": lesson4.truncated, "ppo": lesson4.ppo_rule, "unweighted": lesson4.unweighted, "unclipped": unclipped}
+
+
+def distributions(lag: float = 0.8, discrepancy: float = 0.3, seed: int = 0):
+    """Trainer's logits, log pi_old and log mu (B, T, V) in float64."""
+    rng = torch.Generator().manual_seed(seed)
+    logits, e_lag, e_engine = torch.randn(3, B, T, V, generator=rng, dtype=torch.float64)
+    old = logits + lag * e_lag
+    return logits, old.log_softmax(-1), (old + discrepancy * e_engine).log_softmax(-1)
+
+
+def gradient(logits, value):
+    """Of value(log-probs with a graph) with respect to the logits."""
+    logits = logits.clone().requires_grad_()
+    return torch.autograd.grad(value(logits.log_softmax(-1)), logits)[0]
+
+
+def token_gradients(logits, coefficients):
+    """sum_v c_v (e_v - pi), the closed form of grad sum_v c_v log pi_v."""
+    return coefficients - logits.softmax(-1) * coefficients.sum(-1, keepdim=True)
+
+
+# ---------------------------------------------------------------- the centre
+def check_centre(centre):
+    """K = V: sum_v q_v f(r_v) (e_v - pi), for every rule; and the same from a head, in whatever order, where the tails are
+    proportional. In float64, 1e-12."""
+    logits, old, q = distributions()
+    for name, f in RULES.items():
+        weight = torch.stack([f((logits.log_softmax(-1) - old)[..., v], A) for v in range(V)], -1)      # token by token
+        expected = token_gradients(logits, q.exp() * weight)
+        assert torch.allclose(gradient(logits, lambda p: centre(p, old, q, A, V, f).sum()), expected, atol=1e-12), name
+        # proportional tails: tokens 4, 5, 6 keep pi's proportions, with other masses
+        pi = logits.softmax(-1)
+        for mass_old, mass_q in ((0.5, 1.7), (2.5, 0.2)):
+            proportional = []
+            for x, mass in ((old.exp(), mass_old), (q.exp(), mass_q)):
+                tail = (mass * pi[..., 4:]).clamp(max=0.3)
+                tail = pi[..., 4:] * (tail.sum(-1, keepdim=True) / pi[..., 4:].sum(-1, keepdim=True))
+                proportional.append(torch.cat([x[..., :4] * (1 - tail.sum(-1, keepdim=True)) / x[..., :4].sum(-1, keepdim=True), tail], -1).log())
+            o, m = proportional
+            weight = torch.stack([f((logits.log_softmax(-1) - o)[..., v], A) for v in range(V)], -1)
+            expected = token_gradients(logits, m.exp() * weight)
+            head = torch.tensor([2, 0, 3, 1])
+            got = gradient(logits, lambda p: centre(p[..., head], o[..., head], m[..., head], A, V, f).sum())
+            assert torch.allclose(got, expected, atol=1e-12), (name, mass_old)
+    # a head whose mass exceeds 1 by float noise has no tail: its coefficients alone are left
+    peaked = torch.tensor([0.7, 0.2, 0.1 - 1e-9, 1e-9, 0, 0, 0], dtype=torch.float64).log().clamp(min=-60).expand(1, 1, V)
+    over = torch.tensor([0.6, 0.3, 0.1 + 1e-6], dtype=torch.float64).log().expand(1, 1, 3)
+    got = gradient(peaked, lambda p: centre(p[..., :3], over, over, A[:1], V, lesson4.truncated).sum())
+    expected = token_gradients(peaked, torch.nn.functional.pad((over.exp() * (peaked[..., :3] - over).exp()), (0, V - 3)))
+    assert torch.allclose(got, expected, atol=1e-5)
+
+
+def centre_with(*, under="sampler", detach=True, f_inside=True, tail="modelled", clamp=True, tail_weight=True, double=False, by_old=False, own_rule=None):
+    """lesson4.centre with one thing wrong."""
+    def wrong(head_logp, head_logp_old, head_logp_sampler, advantage, vocabulary, f=lesson4.truncated):
+        pi, old, q = (x.exp() for x in (head_logp, head_logp_old, head_logp_sampler))
+        pi = pi.detach() if detach else pi
+        lag = head_logp - head_logp_old
+        weight = (own_rule or f)(lag.detach() if detach else lag, advantage[:, None])
+        c = {"sampler": q, "trainer": pi, "old": old}[under] * (weight if f_inside else 1.0)
+        if head_logp.shape[-1] < vocabulary and tail != "dropped":
+            rest = lambda x: (1 - x.sum(-1, keepdim=True)).clamp(min=0 if clamp else -1)
+            rho_q, rho_s = (rest(x) / rest(pi).clamp(min=1e-6) for x in (q, old))
+            c = c - rho_q * (f(-rho_s.log(), advantage[:, None]) if tail_weight else 1.0) * pi
+        if double:       # the most likely token once more, as if it were not in the head
+            c = torch.cat([c, c[..., :1]], -1)
+            head_logp = torch.cat([head_logp, head_logp[..., :1]], -1)
+        return (c * head_logp).sum(-1)
+    return wrong
+
+
+WRONG_CENTRE = {
+    "under pi": centre_with(under="trainer"),
+    "under pi_old": centre_with(under="old"),
+    "not detached": centre_with(detach=False),
+    "f left out": centre_with(f_inside=False),
+    "another rule than the sampled token's": centre_with(own_rule=lesson4.truncated),
+    "the sampled token's sign for nobody else": centre_with(own_rule=lambda lag, A: lesson2.ratio(lag)),
+    "tail dropped": centre_with(tail="dropped"),
+    "tail masses not clamped": centre_with(clamp=False),
+    "f left out of the tail": centre_with(tail_weight=False),
+    "a token twice": centre_with(double=True),
+    "minus": lambda *args: -lesson4.centre(*args),
+    "nothing": lambda head_logp, *rest: 0.0 * head_logp.sum(-1),
+}
+
+
+def test_centre():
+    check_centre(lesson4.centre)
+    check_centre(centre_with())          # the harness of the wrong versions is right where nothing is
+
+
+@pytest.mark.parametrize("name", WRONG_CENTRE)
+def test_centre_rejects(name):
+    rejected(check_centre, WRONG_CENTRE[name])
+
+
+def test_scores_have_mean_zero_under_their_own_policy():
+    """sum_v pi_v s_v = 0, so that the centre of an engine without error is none."""
+    logits, _, _ = distributions()
+    same = logits.log_softmax(-1)
+    assert gradient(logits, lambda p: lesson4.centre(p, same, same, A, V).sum()).abs().max() < 1e-14
+
+
+def test_untruncated_weight_needs_no_centre():
+    """w = pi / q over the full support: q w = pi. A truncated one does, and so does a support that was cut."""
+    logits, _, q = distributions()
+    value = lambda f, s: gradient(logits, lambda p: lesson4.centre(p, q, s, A, V, f).sum()).abs().max()
+    assert value(unclipped, q) < 1e-14
+    assert value(lesson4.truncated, q) > 1e-2
+    cut = q.clone()
+    cut[..., 0] = -torch.inf
+    assert value(unclipped, cut) > 1e-2 and torch.isfinite(value(unclipped, cut))
+
+
+# ---------------------------------------------------------------- the loss
+def loss_gradient(loss, logits, old, q, a, **settings):
+    """Gradient (B, T, V) of the loss with the sampled tokens a (B, T), full head."""
+    pick = lambda x: x.gather(-1, a[..., None])[..., 0]
+    return gradient(logits, lambda p: loss(pick(p), pick(old), p, old, q, A, MASK, V, **{"resync_ess": 0, **settings}))
+
+
+def closed_form(logits, old, q, a, f):
+    """-A (f(r_a) (e_a - pi) - sum_v q_v f(r_v) (e_v - pi)) / N."""
+    weight = torch.stack([f((logits.log_softmax(-1) - old)[..., v], A) for v in range(V)], -1)
+    sampled = torch.nn.functional.one_hot(a, V).double() * weight
+    g = -A[:, None, None] * (token_gradients(logits, sampled) - token_gradients(logits, q.exp() * weight))
+    return torch.where(MASK[..., None], g, 0.0) / MASK.sum()
+
+
+def check_loss(loss):
+    """The closed form for every rule; then what is left of it without discrepancy, without lag, without either; its mean."""
+    rng = torch.Generator().manual_seed(1)
+    a = torch.randint(0, V, (B, T), generator=rng)
+    e_a = torch.nn.functional.one_hot(a, V).double()
+    scale = torch.where(MASK, -A[:, None] / MASK.sum(), 0.0)[..., None]
+    logits, old, q = distributions()
+    pi = logits.softmax(-1)
+    for name, f in RULES.items():
+        assert torch.allclose(loss_gradient(loss, logits, old, q, a, f=f), closed_form(logits, old, q, a, f), atol=1e-12), name
+
+    # no lag: pure score centering, e_a - q in the logits
+    _, _, engine = distributions(lag=0.0)
+    assert torch.allclose(loss_gradient(loss, logits, logits.log_softmax(-1), engine, a), scale * (e_a - engine.exp()), atol=1e-12)
+    # no discrepancy, no v clipped: the lag-weighted score, without a centre
+    _, near, _ = distributions(lag=0.1)
+    r = pi / near.exp()
+    assert r.max() < 2
+    lag_weighted = scale * r.gather(-1, a[..., None]) * (e_a - pi)
+    assert torch.allclose(loss_gradient(loss, logits, near, near, a), lag_weighted, atol=1e-12)
+    # ... and some clipped: apart by sum_v pi_s f(r_v) s_v
+    r = pi / old.exp()
+    assert (r > 2).any()
+    f_r = r.clamp(max=2)
+    apart = token_gradients(logits, old.exp() * f_r)
+    assert apart.abs().max() > 1e-2
+    assert torch.allclose(loss_gradient(loss, logits, old, old, a), scale * (f_r.gather(-1, a[..., None]) * (e_a - pi) - apart), atol=1e-12)
+    # neither: REINFORCE, token by token
+    same = logits.log_softmax(-1)
+    assert torch.allclose(loss_gradient(loss, logits, same, same, a), scale * (e_a - pi), atol=1e-12)
+    # the mean over the engine's own draws is 0 under a constant advantage, whatever the engine
+    mean = sum(q.exp()[..., v, None] * loss_gradient(loss, logits, old, q, torch.full((B, T), v)) for v in range(V))
+    assert mean.abs().max() < 1e-14
+    # the count of the global batch divides, not this part's
+    assert torch.allclose(loss_gradient(loss, logits, old, q, a, n_tokens=90) * 90 / MASK.sum(), loss_gradient(loss, logits, old, q, a), atol=1e-12)
+
+
+def loss_with(*, centre=lesson4.centre, centre_f=None, whole_ratio=False, sequence=False, detach=True):
+    def wrong(logp, logp_old, head_logp, head_logp_old, head_logp_sampler, advantage, mask, vocabulary, n_tokens=None, f=lesson4.truncated, resync_ess=0.5, level="sequence"):
+        lag = logp - logp_old
+        lag = lag.detach() if detach else lag
+        if whole_ratio:          # the discrepancy inside the clipped ratio
+            lag = lag + (head_logp_old - head_logp_sampler).detach()[..., 0]
+        if sequence:
+            lag = lesson2.sequence_sum(lag, mask).expand_as(lag)
+        w = torch.where(mask, f(lag, advantage), 0.0)
+        mean = centre(head_logp, head_logp_old, head_logp_sampler, advantage, vocabulary, centre_f or f)
+        return lesson2.policy_loss(logp, w, advantage, mask, n_tokens or int(mask.sum()), mean)
+    return wrong
+
+
+WRONG_LOSS = {
+    "no centre": loss_with(centre=lambda p, *rest: torch.zeros_like(p[..., 0])),
+    "discrepancy inside the clipped ratio": loss_with(whole_ratio=True),
+    "a response's ratio for the token's": loss_with(sequence=True),
+    "weight not detached": loss_with(detach=False),
+    "sign rule for the sampled token only": loss_with(centre_f=lambda lag, A: lesson2.ratio(lag).clamp(max=2)),
+    "centre's sign": loss_with(centre=lambda *args: -lesson4.centre(*args)),
+    **{f"centre {name}": loss_with(centre=WRONG_CENTRE[name]) for name in ("under pi", "not detached", "f left out", "a token twice")},
+}
+
+
+def test_loss():
+    check_loss(lesson4.dlc_loss)
+    check_loss(loss_with())
+
+
+@pytest.mark.parametrize("name", WRONG_LOSS)
+def test_loss_rejects(name):
+    rejected(check_loss, WRONG_LOSS[name])
+
+
+def test_lag_clip_is_min_r_C():
+    logp, old = torch.tensor([[-1.0, -3.0, -1.0]]), torch.tensor([[-1.5, -1.0, -3.0]])
+    w = lesson4.lag_clip(logp.requires_grad_(), old, None, A[:1].float(), torch.tensor([[True, True, True]]))
+    assert torch.allclose(w, torch.tensor([[math.exp(0.5), math.exp(-2.0), 2.0]])) and not w.requires_grad
+    assert lesson4.lag_clip(logp, old, None, A[:1].float(), torch.tensor([[True, True, False]]))[0, 2] == 0
+
+
+def test_ppo_rule_reads_the_sign_for_every_token():
+    lag = torch.tensor([[[0.5, -0.5, 0.0]], [[0.5, -0.5, 0.0]]])              # (B, T, K)
+    f = lesson4.ppo_rule(lag, torch.tensor([1.0, -1.0])[:, None])
+    assert (f == 0).tolist() == [[[True, False, False]], [[False, True, False]]]
+
+
+# ---------------------------------------------------------------- the resynchronisation rule
+def check_ess(lag_ess):
+    """Hand-made log-ratios, with rubbish under the mask: (sum w)^2 / (n sum w^2)."""
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1]], dtype=torch.bool)
+    lag = torch.tensor([[math.log(2), math.log(3)], [math.log(5), 40.0], [0.0, math.log(4)]], dtype=torch.float64)
+    tokens, responses = np.array([2, 3, 5, 1, 4.0]), np.array([6, 5, 4.0])
+    assert abs(lag_ess(lag, mask, "token") - tokens.sum()**2 / (5 * (tokens**2).sum())) < 1e-12
+    assert abs(lag_ess(lag, mask, "sequence") - responses.sum()**2 / (3 * (responses**2).sum())) < 1e-12
+    assert lag_ess(lag, mask) == lag_ess(lag, mask, "sequence")
+    assert abs(lag_ess(lag + 600, mask, "token") - lag_ess(lag, mask, "token")) < 1e-9        # in log space
+
+
+def ess_with(change=lambda x: x, padded=False, total=False, mean=False):
+    def wrong(lag, mask, level="sequence"):
+        lag = change(lag)
+        mask = torch.ones_like(mask) if padded else mask
+        if level == "token":
+            x = lag[mask]
+        else:
+            x = (lesson2.sequence_mean if mean else lesson2.sequence_sum)(lag, mask)[:, 0]
+        return lesson2.ess(x) * (len(x) if total else 1)
+    return wrong
+
+
+WRONG_ESS = {
+    "after clipping": ess_with(lambda x: x.clamp(max=math.log(2))),
+    "over padding": ess_with(padded=True),
+    "masked to weight one": ess_with(lambda x: torch.where(x == 40.0, 0.0, x), padded=True),
+    "a number, not a share": ess_with(total=True),
+    "of the geometric mean": ess_with(mean=True),
+    "of the inverse ratio": ess_with(lambda x: -x),
+    "not in log space": lambda lag, mask, level="sequence": (lambda w: (w.sum()**2 / (len(w) * (w**2).sum())).item())(
+        lag.float()[mask].exp() if level == "token" else lesson2.sequence_sum(lag.float(), mask)[:, 0].exp()),
+    "levels swapped": lambda lag, mask, level="sequence": lesson4.lag_ess(lag, mask, {"token": "sequence", "sequence": "token"}[level]),
+}
+
+
+def test_lag_ess():
+    check_ess(lesson4.lag_ess)
+    check_ess(ess_with())
+
+
+@pytest.mark.parametrize("name", WRONG_ESS)
+def test_lag_ess_rejects(name):
+    rejected(check_ess, WRONG_ESS[name])
+
+
+def refuses(loss, log_weights) -> bool:
+    """Does the loss refuse a batch of one-token responses with these log-ratios?"""
+    logp = torch.tensor(log_weights, dtype=torch.float64)[:, None]
+    old, mask, head = torch.zeros_like(logp), torch.ones_like(logp, dtype=torch.bool), logp[..., None]
+    return loss(logp, old, head, head, head, torch.ones(len(logp), dtype=torch.float64), mask, 1) is None
+
+
+def check_trigger(loss):
+    """Strictly below one half: two of four responses left is exactly one half, and is trained on."""
+    gone = -800.0                                     # a weight of 0
+    assert not refuses(loss, [0, 0, gone, gone])
+    assert refuses(loss, [0, gone, gone, gone])
+    assert refuses(loss, [0, 0, gone, gone, gone])
+    assert not refuses(loss, [0, 0, 0, gone])
+    assert not refuses(loss, [-1.0, -1.0, -1.0, -1.0])      # the blind spot: all have lost the same
+    assert refuses(loss, [3.0, 0.0, 0.0, 0.0, 0.0, 0.0])      # clipped at 2 the ESS would be .88
+    assert not refuses(lambda *a: loss(*a, resync_ess=0), [0, gone, gone, gone])
+
+
+def trigger_with(below):
+    """dlc_loss with another rule for refusing."""
+    def wrong(logp, logp_old, *rest, resync_ess=0.5):
+        return None if resync_ess and below((logp - logp_old).detach()[:, 0], resync_ess) else lesson4.dlc_loss(logp, logp_old, *rest, resync_ess=0)
+    return wrong
+
+
+WRONG_TRIGGER = {
+    "at exactly one half": trigger_with(lambda lag, half: lesson2.ess(lag) <= half),
+    "above one half": trigger_with(lambda lag, half: lesson2.ess(lag) > half),
+    "after clipping": trigger_with(lambda lag, half: lesson2.ess(lag.clamp(max=math.log(2))) < half),
+    "mean weight instead": trigger_with(lambda lag, half: lag.exp().mean() < half),
+    "never": trigger_with(lambda lag, half: False),
+    "always": trigger_with(lambda lag, half: True),
+}
+
+
+def test_trigger():
+    check_trigger(lesson4.dlc_loss)
+
+
+@pytest.mark.parametrize("name", WRONG_TRIGGER)
+def test_trigger_rejects(name):
+    rejected(check_trigger, WRONG_TRIGGER[name])
+
+
+def test_blind_spot_has_an_alarm():
+    lag, mask = torch.full((8, 2), -1.0), torch.ones(8, 2, dtype=torch.bool)
+    assert lesson4.lag_ess(lag, mask) == pytest.approx(1) and lesson4.mean_ratio(lag, mask) == pytest.approx(math.exp(-1))
+
+
+# ---------------------------------------------------------------- the loop, on the real engine
+class Recorder:
+    """A Sampler that can do one thing wrong."""
+
+    def __init__(self, engine, wrong=""):
+        self.engine, self.wrong, self.rollouts, self.synced = engine, wrong, [], 0
+
+    @property
+    def version(self):
+        return self.engine.version
+
+    def sync(self, model, state=None):
+        self.synced += 1
+        if self.wrong == "no sync" and self.synced > 1:
+            return
+        if self.wrong == "prefix cache kept" and self.synced > 1:
+            self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(model.state_dict().items())})
+            self.engine.version += 1
+            return
+        self.engine.sync(model, state)
+
+    def sample(self, prompts, *args, **kwargs):
+        prompts = [p[:-1] * 20 + p for p in prompts]                # 169 tokens: prefix blocks of 128 are cached
+        same = self.rollouts and self.wrong == "old batch kept"
+        self.rollouts.append(self.rollouts[-1] if same else self.engine.sample(prompts, *args, **kwargs))
+        return self.rollouts[-1]
+
+
+def check_resync(trainer, engine, tokenizer, wrong="", patch=lambda: None):
+    """A loss that refuses step 2: what is trained on then comes from the trainer's weights, and so does the anchor."""
+    sampler, refused, trained = Recorder(engine, wrong), [], []
+
+    def loss(batch):
+        if batch.step == 2 and not refused:
+            refused.append(batch)
+            return None
+        trained.append(batch)
+        return -batch.logp[batch.rollout.mask].mean()                # moves the weights whatever the rewards
+
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=3e-3, weight_decay=0.0)
+    run = lesson3.grpo(trainer, sampler, SUM, tokenizer, optimizer, loss, steps=5, period=10, seed=0, prompts=4, group_size=2)
+    for batch in run:
+        mask = batch.rollout.mask
+        # the anchor is the sampler's weights, whenever it was synced: an fp32 engine differs by rounding
+        assert batch.discrepancy[mask].abs().max() < 2e-4
+        assert batch.age == (batch.step - 2 if batch.step >= 2 else batch.step)
+        assert (batch.lag[mask].abs().max() == 0) == (batch.age == 0)
+        assert batch.dropped == (int(refused[0].rollout.mask.sum()) if batch.step == 2 else 0)
+        assert batch.rollout.version == sampler.version
+        assert batch is trained[-1]
+    assert sampler.synced == 2 and len(trained) == 5
+    assert (trained[2].rollout.prompt_ids == refused[0].rollout.prompt_ids).all()            # the same prompts, other responses
+    shape = [min(x.shape[1] for x in (trained[2].rollout.ids, refused[0].rollout.ids))]
+    assert not torch.equal(trained[2].rollout.ids[:, :shape[0]], refused[0].rollout.ids[:, :shape[0]])
+
+
+def test_resync(trainer, engine, tokenizer):
+    check_resync(trainer, engine, tokenizer)
+
+
+@pytest.mark.parametrize("wrong", ["no sync", "prefix cache kept", "old batch kept"])
+def test_resync_rejects(wrong, trainer, engine, tokenizer):
+    rejected(lambda w: check_resync(trainer, engine, tokenizer, w), wrong)
+    engine.llm.reset_prefix_cache()
+
+
+def test_resync_rejects_an_aliased_anchor(trainer, engine, tokenizer, monkeypatch):
+    monkeypatch.setattr(lesson3.copy, "deepcopy", lambda x: x)
+    rejected(lambda w: check_resync(trainer, engine, tokenizer, w), "aliased")
+
+
+def test_head_of_the_real_engine(moved, engine, tokenizer):
+    """The whole vocabulary comes back, each token once; the centered score's mean under it is 0; the head with the modelled
+    tail comes near."""
+    engine.sync(moved)
+    _, prompts = lesson1.make_prompts(SUM, tokenizer, 8, np.random.default_rng(0))
+    rollout = engine.sample(prompts, 9, seed=0, head=-1)
+    ids = rollout.head_ids[rollout.mask]
+    assert (ids.sort(-1).values == torch.arange(17)).all()
+    assert torch.allclose(rollout.head_logp[rollout.mask].exp().sum(-1), torch.ones(1), atol=1e-5)
+    sampled = (ids == rollout.ids[rollout.mask][:, None])
+    assert torch.allclose(rollout.head_logp[rollout.mask][sampled], rollout.logp_sampler[rollout.mask])
+
+
+def test_tail_model_reaches_the_exact_centre():
+    errors = lesson4.tail_errors(*lesson4.peaked(2000, 4, 0), (1, 8, 128, 1000, 1999))
+    assert errors[-1]["modelled"] < 1e-3 < errors[0]["modelled"]
+    for row in errors[:-1]:
+        assert row["modelled"] < row["dropped"]
+
+
+# ---------------------------------------------------------------- the measure
+def check_kl(kl, trainer, moved, rollout):
+    """Against the definition, position by position."""
+    got = kl(trainer, moved, rollout)
+    with torch.no_grad():
+        p, q = (lesson1.response_logits(m, rollout).double().softmax(-1) for m in (trainer, moved))
+    expected = (p * (p / q).log()).sum(-1)
+    assert torch.allclose(got[rollout.mask].double(), expected[rollout.mask], atol=1e-5) and expected[rollout.mask].mean() > 1e-3
+
+
+def test_kl(tiny, moved, engine, tokenizer):
+    trainer = lesson1.load_model(tiny)
+    engine.sync(trainer)
+    _, prompts = lesson1.make_prompts(SUM, tokenizer, 8, np.random.default_rng(0))
+    rollout = engine.sample(prompts, 9, seed=0)
+    check_kl(lesson4.kl, trainer, moved, rollout)
+    swapped = lambda p, q, r: lesson4.kl(q, p, r)
+    sampled_only = lambda p, q, r: lesson1.score(p, r) - lesson1.score(q, r)
+    weighted = lambda p, q, r: lesson4.kl(p, q, r) * (lesson1.score(p, r) - lesson1.score(q, r)).exp()
+    for wrong in (swapped, sampled_only, weighted):
+        rejected(lambda f: check_kl(f, trainer, moved, rollout), wrong)
+
+
+def test_by_position():
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]], dtype=torch.bool)
+    values = torch.tensor([[1.0, 1, 1, 1, 4, 6], [3.0, 3, 3, 3, 99, 99]])
+    assert lesson4.by_position(values, mask) == [2.6, 2.0, 5.0]
+    assert math.isnan(lesson4.by_position(values, mask & (torch.arange(6) < 4))[2])
