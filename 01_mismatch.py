@@ -471,11 +471,11 @@ def score(model, rollout: Rollout, head: bool = False, grad: bool = False):
     with torch.set_grad_enabled(grad):
         for rows in micro_batches(rollout, model.config.get_text_config().vocab_size):
             part = rollout[rows]
-            logits = response_logits(model, part)
-            parts.append([token_logp(logits, ids, part.temperature) for ids in ([part.ids, part.head_ids] if head else [part.ids])])
-        logp, *rest = [torch.cat(p) for p in zip(*parts)]
-        logp = torch.where(rollout.mask, logp, 0.0)
-    return (logp, rest[0]) if head else logp
+            ids = torch.cat([part.ids[..., None], part.head_ids], -1) if head else part.ids[..., None]
+            parts.append(token_logp(response_logits(model, part), ids, part.temperature))      # one log-softmax for all ids
+        logps = torch.cat(parts)                                                               # (B, T, 1 + K)
+        logp = torch.where(rollout.mask, logps[..., 0], 0.0)
+    return (logp, logps[..., 1:]) if head else logp
 
 
 def gap(logp: Tensor, logp_sampler: Tensor) -> dict:

@@ -114,21 +114,21 @@ def mean_ratio(lag: Tensor, mask: Tensor) -> float:
 
 # ---------------------------------------------------------------- the three together
 def dlc_loss(logp: Tensor, logp_old: Tensor, head_logp: Tensor, head_logp_old: Tensor, head_logp_sampler: Tensor, advantage: Tensor,
-             mask: Tensor, vocabulary: int, n_tokens: int | None = None, f=truncated, resync_ess: float = RESYNC_ESS, level: str = "sequence") -> Tensor | None:
-    """The Discrepancy-Lag Correction (reconstructed, see the top of this file). Scalar, or None where the batch is refused.
+             mask: Tensor, vocabulary: int, f=truncated, resync_ess: float = RESYNC_ESS) -> Tensor | None:
+    """The Discrepancy-Lag Correction (reconstructed, see the top of this file) of a whole batch: a scalar, or None where
+    the batch is refused: sync the sampler, drop the batch, sample it again. resync_ess 0 never refuses.
 
-    logp, logp_old, mask (B, T), head_* (B, T, K), advantage (B,). n_tokens: response tokens of the global batch (default:
-    of this one). resync_ess 0 never refuses: for the parts of a batch that has been judged as a whole."""
+    logp, logp_old, mask (B, T), head_* (B, T, K), advantage (B,)."""
     lag = (logp - logp_old).detach()
     # resynchronise: ESS(r) < 1/2, strictly, before the update
-    if resync_ess and lag_ess(lag, mask, level) < resync_ess:
+    if lag_ess(lag, mask) < resync_ess:
         return None
     # clip the lag, and nothing but the lag: w = f(r_a)
     w = torch.where(mask, f(lag, advantage), 0.0)
     # center the discrepancy: sum_v sg(q_v f(r_v)) log pi(v)
     mean = centre(head_logp, head_logp_old, head_logp_sampler, advantage, vocabulary, f)
     # L = -sum A (w log pi - centre) / N
-    return lesson2.policy_loss(logp, w, advantage, mask, n_tokens or int(mask.sum()), mean)
+    return lesson2.policy_loss(logp, w, advantage, mask, int(mask.sum()), mean)
 
 
 # ---------------------------------------------------------------- the arms

@@ -4,20 +4,25 @@ Of GRPO (arXiv 2402.03300) this is the group-relative advantage with one optimiz
 PPO's ratio is 1 before the step and its clip does nothing; no KL penalty; the loss is a mean over the batch's tokens.
 
 A step, in the order of the loop in `train`:
- 1. sync     the sampler takes the trainer's weights, every staleness + 1 steps      Sampler.sync (01)
+ 1. sync     the sampler takes the trainer's weights once they are older than        Sampler.sync (01)
+             --staleness steps
  2. sample   G responses to each of the prompts, from the sampler's mu               Sampler.sample (01)
- 3. reward   each response, then its advantage within its group                      rewards (01), advantages (02)
- 4. score    discrepancy d = log pi_old - log mu, lag l = log pi - log pi_old        score (01)
-             and from them the weight w that `--correction` names                    CORRECTIONS (02)
- 5. update   L = -sum A w log pi / N; gradient norm clipped to 1; AdamW              policy_loss (02)
+ 3. score    discrepancy d = log pi_old - log mu, lag l = log pi - log pi_old        score (01)
+             if ESS(exp(l)) < --resync-ess: sync, drop the batch, back to 2, once    lag_ess (04)
+ 4. reward   each response, its advantage within its group, and the weight w of      rewards (01), advantages (02)
+             --correction; for dlc also the centre c                                 CORRECTIONS (02), centre (04)
+ 5. update   L = -sum A (w log pi - c) / N; gradient norm clipped to 1; AdamW        policy_loss (02)
 
 Run it:  python train.py                  a CPU: the tiny policy learns the running sum, half a minute
-         python train.py --staleness 15   the sampler's weights are up to 15 steps old
+         python train.py --staleness 63   the sampler's weights are up to 63 steps old: training goes astray
+         python train.py --staleness 63 --correction dlc      center the score, clip the lag, resynchronise (lesson 4)
          python train.py --model Qwen/Qwen3-0.6B    a CUDA GPU (the default there): not run yet
 A run lives in --out: metrics.csv (a row a step), checkpoint-<step>/, and, once it has ended, train.png and
 summary.json. Columns of the CSV: age of the sampler's weights in steps; mean reward; mean length and the share cut
-off at --max-tokens; mean |d| and k3 of the discrepancy; mean |l| and rms of the lag; mean weight; loss (its value
-says nothing, its gradient does), gradient norm before clipping, learning rate; response tokens; seconds by part.
+off at --max-tokens; mean |d| and k3 of the discrepancy; mean |l| and rms of the lag; of the batch as first drawn, the
+effective sample size of tokens and of responses and the mean lag ratio (predicted 1); whether it was dropped for a
+resynchronised one, and how many tokens and seconds that cost; mean weight; loss (its value says nothing, its gradient
+does), gradient norm before clipping, learning rate; response tokens; seconds by part.
 """
 import copy
 import csv
@@ -34,14 +39,17 @@ import numpy as np
 
 lesson1 = import_module("01_mismatch")   # before torch: it hides the broken packages around it
 lesson2 = import_module("02_importance_sampling")
+lesson4 = import_module("04_dlc")
 import torch
 import transformers
 
 SECONDS = ("sampling", "scoring", "update", "sync")
 COLUMNS = ["step", "age", "reward", "length", "truncated", "discrepancy_abs", "discrepancy_k3", "lag_abs", "lag_rms",
+           "ess_token", "ess_sequence", "mean_ratio", "resynced", "dropped_tokens", "dropped_seconds",
            "weight", "loss", "grad_norm", "lr", "tokens", *(f"seconds_{s}" for s in SECONDS), "seconds_step"]
 KEEP = 2               # checkpoints
 HELD_OUT = [2**40, 7]  # the held-out prompts' seed; no run's seed and step
+CORRECTIONS = {**lesson2.CORRECTIONS, "dlc": lesson4.lag_clip}     # dlc: with the centre, and resynchronised
 
 
 # ---------------------------------------------------------------- the command line
@@ -68,7 +76,12 @@ def parse(argv):
     add("--lr", type=positive(float), help="learning rate of AdamW, falling linearly to 0 (1.5e-3; not tiny: 1e-6)")
     add("--advantage", choices=["std", "mean", "raw"], default="std", help="see advantages in lesson 2")
     add("--staleness", type=int, default=0, help="how old the sampler's weights may get, in steps; 0 syncs before each")
-    add("--correction", choices=list(lesson2.CORRECTIONS), default="none", help="the importance weight, see lesson 2")
+    add("--correction", choices=list(CORRECTIONS), default="none", help="the importance weight, see lesson 2; dlc: see lesson 4")
+    add("--resync-ess", type=float, help="sync and sample again where the lag ratio's effective sample size is below this share "
+        "of the batch, 0 to 1; 0 never (0.5 with --correction dlc, else 0)")
+    add("--resync-level", choices=["sequence", "token"], default="sequence", help="whose ratios that is: whole responses' or tokens'")
+    add("--head", type=positive(int), help="with --correction dlc: how many of the sampler's most likely tokens are recorded for the "
+        "centre (the vocabulary; not tiny: 128)")
     add("--seed", type=lesson1.seed, default=0, help="of the prompts and of the sampling, 0 to 2^32 - 1")
     add("--out", type=Path, help="the run's folder (runs/<correction>-s<staleness>-seed<seed>; with --quick, -quick behind it)")
     add("--save-every", type=positive(int), default=20, help=f"steps between checkpoints; the newest {KEEP} are kept")
@@ -78,6 +91,10 @@ def parse(argv):
         parser.error("--group-size must be at least 2: an advantage compares a group's responses")
     if args.staleness < 0:
         parser.error(f"--staleness must be at least 0, not {args.staleness}")
+    if args.resync_ess is not None and not 0 <= args.resync_ess <= 1:
+        parser.error(f"--resync-ess must be between 0 and 1, not {args.resync_ess}")
+    if args.head and args.correction != "dlc":
+        parser.error("--head is what the centre of --correction dlc is made from: no other correction reads it")
     args.out = args.out or lesson1.ROOT / "runs" / (
         f"{args.correction}-s{args.staleness}-seed{args.seed}" + ("-quick" if args.quick else ""))
     if (args.out / "metrics.csv").exists():
@@ -95,6 +112,11 @@ def parse(argv):
     args.prompts = args.prompts or (8 if args.quick else 32 if tiny else 16)
     args.max_tokens = args.max_tokens or (lesson1.TASKS["sum"].max_tokens if tiny else 256)
     args.lr = args.lr or (1.5e-3 if tiny else 1e-6)
+    args.resync_ess = (0.5 if args.correction == "dlc" else 0.0) if args.resync_ess is None else args.resync_ess
+    args.vocabulary = args.trainer.config.get_text_config().vocab_size
+    args.head = (args.head or (args.vocabulary if tiny else 128)) if args.correction == "dlc" else 0
+    if args.head > args.vocabulary:
+        parser.error(f"--head {args.head} is more than the vocabulary of {args.vocabulary}")
     return args
 
 
@@ -135,17 +157,23 @@ def draw(out: Path) -> None:
     with (out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     column = {name: [float(row[name]) for row in rows] for name in COLUMNS}
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4))
     left.plot(column["step"], column["reward"], "k-")
     left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title=f"{out.name}: reward")
-    middle.semilogy(column["step"], column["discrepancy_abs"], "k-", label="mean |d|")
-    middle.semilogy(column["step"], column["discrepancy_k3"], "k--", label="k3 of d")
-    middle.set(xlabel="step", ylabel="nats a token", title="discrepancy: the engine's part")
-    middle.legend()
-    right.plot(column["step"], column["lag_abs"], "k.-")
-    right.set_yscale("symlog", linthresh=1e-3)
-    right.set(xlabel="step", ylabel="mean |l|, nats a token", ylim=(-1e-4, None), title="lag: the stale weights' part"
-              + (", exactly 0" if not any(column["lag_abs"]) else ""))
+    floor = 1e-5                                                      # where an exact 0 is drawn
+    for name, style, label in (("discrepancy_abs", "k--", "discrepancy, mean |d|"), ("lag_abs", "k.-", "lag, mean |l|")):
+        middle.semilogy(column["step"], [max(v, floor) for v in column[name]], style, label=label)
+    middle.set(xlabel="step", ylabel="nats a token", title="the engine's part and the stale weights' part\n"
+               + ("(the lag is exactly 0)" if not any(column["lag_abs"]) else f"(an exact 0 is drawn at {floor:g})"))
+    middle.legend(fontsize=8)
+    right.plot(column["step"], column["ess_sequence"], "k.-", label="ESS of responses")
+    right.plot(column["step"], column["ess_token"], "-", color="0.6", label="ESS of tokens")
+    right.plot(column["step"], column["mean_ratio"], "k:", label="mean lag ratio (predicted 1)")
+    resynced = [step for step, was in zip(column["step"], column["resynced"]) if was]
+    right.plot(resynced, [0.02] * len(resynced), "k^", label="batch dropped, sampler resynchronised")
+    right.axhline(0.5, color="k", linewidth=0.6)
+    right.set(xlabel="step", ylabel="share of the batch; ratio", ylim=(0, 1.9), title=f"what is left of the stale samples\n({len(resynced)} resynchronisations)")
+    right.legend(fontsize=8, loc="upper left")
     figure.tight_layout()
     figure.savefig(out / "train.png", dpi=110)
     plt.close(figure)
@@ -177,50 +205,57 @@ def accuracy(sampler, task, args, temperature: float) -> float:
 def train(args, sampler) -> None:
     """The loop, written out."""
     trainer, device = args.trainer, lesson1.DEVICE
-    task, correct = lesson1.TASKS["sum"], lesson2.CORRECTIONS[args.correction]
-    old = copy.deepcopy(trainer) if args.staleness else None           # the trainer at the sampler's weights
+    task, correct = lesson1.TASKS["sum"], CORRECTIONS[args.correction]
+    old, synced = copy.deepcopy(trainer), 0                            # the trainer at the sampler's weights, and their step
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=args.lr, betas=(0.9, 0.999), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / args.steps)
     for step in range(args.steps):
-        begin, clock = time.perf_counter(), Clock()
-
-        # 1. sync: theta_s <- theta
-        with clock("sync"):
-            age = step % (args.staleness + 1)
-            if age == 0:
-                sampler.sync(trainer)
-                version = sampler.version
-                if args.staleness:
+        begin, clock, dropped = time.perf_counter(), Clock(), {"resynced": 0, "dropped_tokens": 0, "dropped_seconds": 0.0}
+        due = step == 0 or step - synced > args.staleness
+        while True:
+            # 1. sync: theta_s <- theta
+            if due:
+                with clock("sync"):
+                    sampler.sync(trainer)
                     old.load_state_dict(trainer.state_dict())          # a copy: it must not move with the trainer
+                    synced, version = step, sampler.version
 
-        # 2. sample: y ~ mu at theta_s
-        with clock("sampling"):
-            rng = np.random.default_rng([args.seed, step])
-            digits, prompts = lesson1.make_prompts(task, args.tokenizer, args.prompts, rng)
-            rollout = sampler.sample(prompts, args.max_tokens, seed=[args.seed, step, 1], group_size=args.group_size)
-            assert rollout.neutral and rollout.version == version, "not the distribution that the loss is about"
+            # 2. sample: y ~ mu at theta_s
+            with clock("sampling"):
+                digits, prompts = lesson1.make_prompts(task, args.tokenizer, args.prompts, np.random.default_rng([args.seed, step]))
+                rollout = sampler.sample(prompts, args.max_tokens, seed=[args.seed, step, 1 + dropped["resynced"]],
+                                         group_size=args.group_size, head=args.head)
+                assert rollout.neutral and rollout.version == version, "not the distribution that the loss is about"
 
-        # 3. reward, and the advantage within each group
+            # 3. score: log pi at theta, and at theta_s, in the same micro-batches: another batch shape rounds elsewhere
+            autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+            parts = lesson1.micro_batches(rollout, args.vocabulary)
+            with clock("scoring"), autocast:
+                logp, head_logp = lesson1.score(trainer, rollout, head=True, grad=len(parts) == 1)   # one part: its graph serves the update
+                logp_now = logp.detach()
+                logp_old, head_logp_old = lesson1.score(old, rollout, head=True) if step > synced else (logp_now, head_logp.detach())
+            mask, lag, n_tokens = rollout.mask, logp_now - logp_old, int(rollout.mask.sum())
+            if not dropped["resynced"]:
+                judged = {"ess_token": lesson4.lag_ess(lag, mask, "token"), "ess_sequence": lesson4.lag_ess(lag, mask),
+                          "mean_ratio": lesson4.mean_ratio(lag, mask)}
+            # resynchronise: ESS(r) < 1/2 before the update. At age 0 all r are 1, and so is the ESS
+            if judged[f"ess_{args.resync_level}"] >= args.resync_ess or step == synced:
+                break
+            due, dropped = True, {"resynced": 1, "dropped_tokens": n_tokens, "dropped_seconds": round(time.perf_counter() - begin, 4)}
+
+        # 4. reward, the advantage within each group, and from all these the weight
         R = lesson1.rewards(task, digits.repeat(args.group_size, 0), rollout, args.tokenizer)
         A = lesson2.advantages(R, args.group_size, args.advantage).to(device)
-
-        # 4. score: log pi at theta, and at theta_s, in the same micro-batches: another batch shape rounds elsewhere
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-        parts = lesson1.micro_batches(rollout, trainer.config.get_text_config().vocab_size)
-        with clock("scoring"), autocast:
-            logp = lesson1.score(trainer, rollout, grad=len(parts) == 1)   # one micro-batch: its graph serves the update
-            logp_now = logp.detach()
-            logp_old = lesson1.score(old, rollout) if age else logp_now    # at age 0, theta = theta_s
-            # the correction plugs in here, and nowhere else
-            w = correct(logp_now, logp_old, rollout.logp_sampler, A, rollout.mask)
+        w = correct(logp_now, logp_old, rollout.logp_sampler, A, mask)
 
         # 5. update: the parts' losses, over the whole batch's token count, add up to the batch's loss
         with clock("update"):
-            n_tokens, loss = int(rollout.mask.sum()), 0.0
+            loss = 0.0
             for rows in parts:
                 with autocast:
-                    part_logp = logp if len(parts) == 1 else lesson1.score(trainer, rollout[rows], grad=True)
-                part_loss = lesson2.policy_loss(part_logp, w[rows], A[rows], rollout.mask[rows], n_tokens)
+                    part_logp, part_head = (logp, head_logp) if len(parts) == 1 else lesson1.score(trainer, rollout[rows], head=True, grad=True)
+                centre = lesson4.centre(part_head, head_logp_old[rows], rollout.head_logp[rows], A[rows], args.vocabulary) if args.head else 0.0
+                part_loss = lesson2.policy_loss(part_logp, w[rows], A[rows], mask[rows], n_tokens, centre)
                 part_loss.backward()
                 loss += part_loss.item()
             grad_norm = torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0).item()
@@ -230,19 +265,19 @@ def train(args, sampler) -> None:
             schedule.step()
 
         # what the step was: log pi - log mu = discrepancy + lag
-        mask = rollout.mask
         discrepancy = lesson1.gap(logp_old[mask], rollout.logp_sampler[mask])
-        lag = lesson1.gap(logp_now[mask], logp_old[mask])
+        lag_size = lesson1.gap(logp_now[mask], logp_old[mask])
         cut = np.mean([reason == "length" for reason in rollout.finish_reasons])
         seconds = time.perf_counter() - begin
         append_row(args.out / "metrics.csv", {
-            "step": step, "age": age, "reward": R.mean().item(), "length": n_tokens / len(rollout), "truncated": cut,
-            "discrepancy_abs": discrepancy["abs"], "discrepancy_k3": discrepancy["k3"], "lag_abs": lag["abs"], "lag_rms": lag["rms"],
-            "weight": w[mask].mean().item(), "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": n_tokens,
+            "step": step, "age": step - synced, "reward": R.mean().item(), "length": n_tokens / len(rollout), "truncated": cut,
+            "discrepancy_abs": discrepancy["abs"], "discrepancy_k3": discrepancy["k3"], "lag_abs": lag_size["abs"], "lag_rms": lag_size["rms"],
+            **judged, **dropped, "weight": w[mask].mean().item(), "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": n_tokens,
             **{f"seconds_{part}": round(s, 4) for part, s in clock.seconds.items()}, "seconds_step": round(seconds, 4)})
         print(f"step {step:3d}  reward {R.mean():.3f}  |d| {discrepancy['abs']:.1e} k3 {discrepancy['k3']:.1e}  "
-              f"lag {lag['abs']:.1e} (age {age})  grad {grad_norm:.2e}  {n_tokens / seconds:5.0f} tok/s  "
+              f"lag {lag_size['abs']:.1e} (age {step - synced})  ESS {judged['ess_sequence']:.2f}  grad {grad_norm:.2e}  {n_tokens / seconds:5.0f} tok/s  "
               + " ".join(f"{name} {s:.2f}" for name, s in clock.seconds.items()) + " s"
+              + (f"  resynchronised: {dropped['dropped_tokens']} tokens dropped" if dropped["resynced"] else "")
               + ("  every group's rewards are equal: no gradient" if not A.any() else "")
               + (f"  {cut:.0%} cut off: raise --max-tokens" if cut > 0.5 else ""), flush=True)
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
@@ -283,8 +318,11 @@ def main(argv=None, sampler=None) -> None:
     total = sum(float(row["seconds_step"]) for row in rows)
     split = {part: sum(float(row[f"seconds_{part}"]) for row in rows) / total for part in SECONDS}
     split["all the rest"] = 1 - sum(split.values())
-    lesson1.save_json({"held_out_prompts": 8 * args.prompts, "before": before, "after": after, "seconds": total, "split": split}, args.out / "summary.json")
-    print(f"\n{args.steps} steps in {total:.0f} s: " + ", ".join(f"{part} {share:.1%}" for part, share in split.items()))
+    syncs = sum(row["age"] == "0" for row in rows)
+    lesson1.save_json({"held_out_prompts": 8 * args.prompts, "before": before, "after": after, "syncs": syncs, "seconds": total, "split": split}, args.out / "summary.json")
+    print(f"\n{syncs} syncs in {args.steps} steps, {sum(int(row['resynced']) for row in rows)} of them because too little of the samples was left "
+          f"({sum(int(row['dropped_tokens']) for row in rows)} tokens dropped)")
+    print(f"{args.steps} steps in {total:.0f} s: " + ", ".join(f"{part} {share:.1%}" for part, share in split.items()))
     print(f"held-out accuracy, {8 * args.prompts} prompts: " + ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in before))
     print(f"{args.out}: metrics.csv, summary.json, train.png, checkpoint-{args.steps}/")
 

@@ -48,7 +48,7 @@ def test_on_policy_lag_is_zero_at_every_step(tmp_path, engine):
     assert all(float(row["lag_abs"]) == 0 and row["age"] == "0" for row in run(tmp_path / "a", engine))
 
 
-@pytest.mark.parametrize("name", list(train.lesson2.CORRECTIONS))
+@pytest.mark.parametrize("name", list(train.CORRECTIONS))
 def test_two_steps_of_every_correction(name, tmp_path, engine):
     rows = run(tmp_path / "a", engine, "--staleness", "1", "--correction", name)
     assert len(rows) == 2 and all(torch.isfinite(torch.tensor([float(v) for v in row.values()])).all() for row in rows)
@@ -114,9 +114,10 @@ def test_the_gradient_of_a_step_is_the_formula(tmp_path, engine, uneven, monkeyp
     assert abs(float(row["length"]) - N / 16) < 1e-9 and abs(float(row["truncated"]) - rollout.finish_reasons.count("length") / 16) < 1e-9
 
 
-def test_micro_batches_make_the_same_run(tmp_path, engine, uneven, monkeypatch):
+@pytest.mark.parametrize("correction", [["snis"], ["dlc", "--head", "6"]], ids=lambda c: c[0])
+def test_micro_batches_make_the_same_run(correction, tmp_path, engine, uneven, monkeypatch):
     """One micro-batch or many, responses of many lengths, stale weights, a weight of the whole batch: the same CSV."""
-    flags = ["--steps", "3", "--staleness", "2", "--correction", "snis", "--model", str(uneven)]
+    flags = ["--steps", "3", "--staleness", "2", "--model", str(uneven), "--correction", *correction]
     whole = run(tmp_path / "a", engine, *flags)
     monkeypatch.setattr(lesson1, "LOGITS_AT_ONCE", 3 * 10 * 17)
     parts = run(tmp_path / "b", engine, *flags)
@@ -129,7 +130,7 @@ def test_the_correction_gets_the_three_policies(tmp_path, engine, uneven, monkey
     """What reaches a weight: mu as the engine recorded it, pi at its weights, pi now."""
     seen, sampled = [], spy(monkeypatch, engine)
     tis = train.lesson2.CORRECTIONS["tis"]
-    monkeypatch.setitem(train.lesson2.CORRECTIONS, "tis", lambda *args: seen.append(args) or tis(*args))
+    monkeypatch.setitem(train.CORRECTIONS, "tis", lambda *args: seen.append(args) or tis(*args))
     rows = run(tmp_path / "a", engine, "--staleness", "1", "--correction", "tis", "--model", str(uneven), "--steps", "2")
     start = lesson1.load_model(uneven)
     for (logp, old, mu, A, mask), (_, _, rollout), row in zip(seen, filter(is_training, sampled), rows, strict=True):
@@ -139,6 +140,49 @@ def test_the_correction_gets_the_three_policies(tmp_path, engine, uneven, monkey
         lag = (logp - old)[mask]
         assert abs(float(row["lag_abs"]) - lag.abs().mean().item()) < 1e-6 and abs(float(row["lag_rms"]) - lag.square().mean().sqrt().item()) < 1e-6
     assert torch.equal(seen[0][0], seen[0][1]) and (seen[1][0] - seen[1][1])[seen[1][4]].abs().max() > 1e-3
+
+
+STALE = ["--steps", "8", "--prompts", "8", "--staleness", "7", "--lr", "3e-3"]
+
+
+def test_dlc_is_the_run_of_lesson_4(tmp_path, engine, trainer, tokenizer):
+    """Two loops, written independently, one training: rewards, lags, and when the batch was refused."""
+    lesson4 = train.lesson4
+    rows = run(tmp_path / "a", engine, *STALE, "--correction", "dlc")
+    setting = lesson4.Setting("sum", steps=8, period=8, lr=3e-3, prompts=8)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=3e-3, weight_decay=0.0)
+    batches = lesson4.lesson3.grpo(trainer, engine, lesson1.TASKS["sum"], tokenizer, optimizer, lesson4.ARMS["dlc"], 8, 8, seed=0,
+                                   prompts=setting.prompts, group_size=4, head=setting.head)
+    for batch, row in zip(batches, rows, strict=True):
+        assert abs(batch.R.mean().item() - float(row["reward"])) < 1e-6
+        assert batch.age == int(row["age"]) and batch.dropped == int(row["dropped_tokens"])
+        assert abs(batch.lag[batch.rollout.mask].abs().mean().item() - float(row["lag_abs"])) < 1e-5
+    resynced = [row for row in rows if row["resynced"] == "1"]
+    assert 0 < len(resynced) < 8
+    for row in rows:
+        assert (float(row["ess_sequence"]) < 0.5) == (row in resynced) and (float(row["dropped_seconds"]) > 0) == (row in resynced)
+        assert row not in resynced or (row["age"] == "0" and float(row["lag_abs"]) == 0)
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["syncs"] == 1 + len(resynced)
+
+
+def test_dlc_differs_from_the_lag_clip_by_its_centre_and_uses_the_head_it_is_told(tmp_path, engine, monkeypatch):
+    """One update at age 1: the whole vocabulary, a head of 4, no centre at all; the ESS rule switched off."""
+    off = ["--staleness", "1", "--steps", "3", "--resync-ess", "0", "--correction", "dlc"]
+    whole, small = run(tmp_path / "whole", engine, *off), run(tmp_path / "small", engine, *off, "--head", "4")
+    monkeypatch.setattr(train.lesson4, "centre", lambda *a: 0.0)
+    none = run(tmp_path / "none", engine, *off)
+    assert {row["resynced"] for row in whole + small + none} == {"0"}
+    norms = [float(rows[1]["grad_norm"]) for rows in (whole, small, none)]
+    assert len(set(norms)) == 3 and abs(norms[0] - norms[1]) < abs(norms[0] - norms[2])
+
+
+def test_any_correction_can_be_resynchronised_at_either_level(tmp_path, engine):
+    token = run(tmp_path / "token", engine, *STALE, "--correction", "tis", "--resync-ess", "0.9", "--resync-level", "token")
+    never = run(tmp_path / "never", engine, *STALE, "--correction", "tis")
+    assert any(row["resynced"] == "1" for row in token) and not any(row["resynced"] == "1" for row in never)
+    assert all((row["resynced"] == "1") == (float(row["ess_token"]) < 0.9) for row in token)
+    assert min(float(row["ess_sequence"]) for row in never) < 0.5
 
 
 def test_prompts_and_seeds_are_new_at_every_step_and_held_out_prompts_are_not_trained_on(tmp_path, engine, monkeypatch):
@@ -290,7 +334,8 @@ def test_an_error_of_another_kind_is_not_hidden(tmp_path, engine, monkeypatch):
 @pytest.mark.parametrize("argv", [
     ["--steps", "0"], ["--steps", "-3"], ["--steps", "x"], ["--prompts", "0"], ["--group-size", "0"], ["--group-size", "1"],
     ["--max-tokens", "0"], ["--lr", "0"], ["--lr", "-1e-3"], ["--lr", "nan"], ["--lr", "inf"], ["--staleness", "-1"], ["--seed", "-1"],
-    ["--correction", "magic"], ["--advantage", "best"], ["--save-every", "0"], ["--no-such-flag"],
+    ["--resync-ess", "1.5"], ["--resync-ess", "-0.1"], ["--resync-ess", "nan"], ["--resync-level", "batch"], ["--head", "0"],
+    ["--head", "8", "--correction", "tis"], ["--correction", "magic"], ["--advantage", "best"], ["--save-every", "0"], ["--no-such-flag"],
     ["--model", "/no/such/model"], ["--out", "/proc/nothing/here"], ["--out", __file__]], ids=" ".join)
 def test_bad_arguments_are_refused_in_one_line(argv, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(lesson1, "Sampler", lambda *a, **k: pytest.fail("vLLM was started"))
