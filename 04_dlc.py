@@ -34,7 +34,8 @@ Exercises (tests/test_04_dlc.py grades the functions):
     2's weights need no centering? test_untruncated_weight_needs_no_centre.
  3. Write `lag_ess` so that padding does not count, and find log-ratios whose ESS is 1 while half of the mass is gone
     (1 line each); test_lag_ess.
- 4. Replace min(r, C) by PPO's rule (1 line: `f=ppo_rule`), run `--study`'s arm "dlc, ppo rule", compare.
+ 4. Give the arm "dlc" PPO's rule for min(r, C) in `ARMS` (1 line: `partial(dlc, f=ppo_rule)`) and run again: which clip
+    stays nearer to on-policy? Then the cap: C = 1.2, C = 10.
 """
 import copy
 import hashlib
@@ -238,17 +239,23 @@ def held_out(trainer, sampler, setting: Setting, tokenizer, n: int) -> dict:
     return result
 
 
-class Reference:
-    """The on-policy run that all others are held against: its weights and its own responses at every checkpoint, on disk."""
+def reference_folder(setting: Setting, policy_id: str) -> Path:
+    """Where the reference of these settings, started from this policy, is kept."""
+    key = hashlib.sha256(json.dumps([asdict(setting), policy_id]).encode()).hexdigest()[:8]
+    return lesson1.ROOT / "runs" / "04_dlc" / f"{setting.task}-{key}"
 
-    def __init__(self, start, sampler, tokenizer, setting: Setting, policy_id: str):
-        key = hashlib.sha256(json.dumps([asdict(setting), policy_id]).encode()).hexdigest()[:8]
-        self.folder, self.model, self.setting = lesson1.ROOT / "runs" / "04_dlc" / f"{setting.task}-{key}", copy.deepcopy(start), setting
-        self.last = range(0, setting.steps, setting.every)[-1]
-        if not (self.folder / f"{self.last}.pt").exists():
+
+class Reference:
+    """The on-policy run that all others are held against: its weights and its own responses at every checkpoint, kept on
+    disk. Run where they are not there yet, or with `anew`."""
+
+    def __init__(self, start, sampler, tokenizer, setting: Setting, policy_id: str, anew: bool = False):
+        self.folder, self.model = reference_folder(setting, policy_id), copy.deepcopy(start)
+        last = range(0, setting.steps, setting.every)[-1]
+        if anew or not (self.folder / f"{last}.pt").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             model = copy.deepcopy(start)
-            for batch in training(model, sampler, tokenizer, setting, "on-policy", REFERENCE_SEED, desc="reference"):
+            for batch in training(model, sampler, tokenizer, setting, "on-policy", REFERENCE_SEED, desc=f"{setting.task}: reference"):
                 if batch.step % setting.every == 0:
                     new = self.folder / "new.tmp"
                     torch.save({"weights": model.state_dict(), "rollout": vars(batch.rollout)}, new)
@@ -356,41 +363,222 @@ def plan() -> list[tuple]:
     return runs
 
 
-def study(sampler, path: Path) -> dict:
-    """Every run of the plan; `path` (the lesson's JSON) is written after each, and what it holds is not run again."""
-    result = lesson3.read_json(path) or {}
-    done, starts, references = result.get("study", {}), {}, {}
-    kept = {}
+def study(sampler, result: dict, done: dict, path: Path) -> dict:
+    """Every run of the plan. `path`, the lesson's JSON, is written after each of them; what it held before (`done`), from the
+    same policy and settings, is not run again."""
+    started, references, records = {}, {}, {}
     for number, (name, arm, seed, noise, period) in enumerate(plan()):
         setting = SETTINGS[name]
-        if setting.task not in starts:
+        if setting.task not in started:
             folder = lesson1.policy(setting.task)
-            starts[setting.task] = (lesson1.load_model(folder), transformers.AutoTokenizer.from_pretrained(folder), lesson1.file_hashes(folder)["model.safetensors"])
-        start, tokenizer, policy_id = starts[setting.task]
-        if name not in references:
-            references[name] = Reference(start, sampler, tokenizer, setting, policy_id)
+            started[setting.task] = (lesson1.load_model(folder), transformers.AutoTokenizer.from_pretrained(folder), lesson1.file_hashes(folder)["model.safetensors"])
+        start, tokenizer, policy_id = started[setting.task]
+        key = f"{name}; {arm}; seed {seed}; noise {noise:g}; period {period}"
         if period == "as dlc":
-            period = -(-setting.steps // kept[f"{name}; dlc; seed {seed}; noise 0; period None"]["syncs"])
-            key = f"{name}; {arm}; seed {seed}; noise 0; period as dlc"
-        else:
-            key = f"{name}; {arm}; seed {seed}; noise {noise:g}; period {period}"
+            period = -(-setting.steps // records[f"{name}; dlc; seed {seed}; noise 0; period None"]["syncs"])
         record = done.get(key)
-        if record is None or record["reference"] != references[name].folder.name:
+        if record is None or record["reference"] != reference_folder(setting, policy_id).name:
             print(f"run {number + 1} of {len(plan())}: {key}", flush=True)
+            if name not in references:
+                references[name] = Reference(start, sampler, tokenizer, setting, policy_id)
             record = {"setting": name, "period": period, "reference": references[name].folder.name,
                       **run(start, sampler, tokenizer, setting, arm, seed, references[name], noise, period)}
-        kept[key] = record
-        result["study"] = {**done, **kept}
+        records[key] = record
+        result["study"] = {**done, **records}
         lesson1.save_json(result, path)
-    result["study"] = kept
+    result["study"] = records
     return result
+
+
+# ---------------------------------------------------------------- what the records say
+def mean_kl(record: dict, prefixes: str = "fresh", part: str = "") -> float:
+    """Mean over the checkpoints at which there is such a position."""
+    return float(np.mean([v for v in record[f"kl {prefixes}{part}"] if v is not None]))
+
+
+def floor(records: list[dict], prefixes: str = "fresh", part: str = "") -> float:
+    """The KL between two on-policy runs: mean over the on-policy seeds, the reference being the other one."""
+    return float(np.mean([mean_kl(r, prefixes, part) for r in records if r["arm"] == "on-policy"]))
+
+
+def arm_rows(records: list[dict]) -> list[dict]:
+    """A row an arm: every seed's accuracy, KL over the floor on both kinds of prefixes, syncs; dropped tokens and seconds."""
+    rows = []
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        mine = [r for r in records if r["arm"] == arm]
+        rows.append({"arm": arm, "seeds": len(mine), "accuracy": [r["sampled"] for r in mine], "late": [r["late"] for r in mine if "late" in r],
+                     "fresh": [mean_kl(r) / floor(records) for r in mine], "sampler": [mean_kl(r, "sampler") / floor(records, "sampler") for r in mine],
+                     "syncs": [r["syncs"] for r in mine], "dropped": float(np.mean([r["dropped"] for r in mine])), "seconds": float(np.mean([r["seconds"] for r in mine]))})
+    return rows
+
+
+def first(steps, values, above: float):
+    """The first of the steps at which the value is above; None if there is none."""
+    return next((k for k, v in zip(steps, values) if v is not None and v > above), None)
+
+
+def alarms(records: list[dict], factor: float = 3.0) -> list[dict]:
+    """Of stale runs that are never resynchronised: did the level's alarm come before the harm (fresh KL above `factor` times the
+    floor), and how often in runs that stayed below?"""
+    levels = {"ESS of tokens < 1/2": lambda r: np.array(r["ess_token"]) < 0.5, "ESS of responses < 1/2": lambda r: np.array(r["ess_sequence"]) < 0.5,
+              "ESS of responses x min(1, mean ratio) < 1/2": lambda r: np.array(r["ess_sequence"]) * np.minimum(1, r["mean_ratio"]) < 0.5,
+              "mean ratio < 0.8": lambda r: np.array(r["mean_ratio"]) < 0.8}
+    stale = [r for r in records if r["arm"] not in RESYNCED | {"on-policy", "dlc, periodic"} and r["task"] != "free"]
+    floors = {name: floor([r for r in records if r["setting"] == name]) for name in {r["setting"] for r in stale}}
+    rows = []
+    for level, rings in levels.items():
+        row = {"level": level, "before": 0, "late": 0, "quiet": 0, "false": 0, "leads": []}
+        for r in stale:
+            harm = first(r["at"], r["kl fresh"], factor * floors[r["setting"]])
+            rung = first(range(len(r["reward"])), rings(r).astype(float), 0.5)
+            if harm is None:
+                row["quiet"] += 1
+                row["false"] += rung is not None
+            elif rung is not None and rung < harm:
+                row["before"] += 1
+                row["leads"].append(harm - rung)
+            else:
+                row["late"] += 1
+        rows.append(row)
+    return rows
+
+
+def prefixes(records: list[dict], threshold: float = 0.2) -> list[dict]:
+    """A row an arm of the early-stop task: KL at early and late positions on both kinds of prefixes, and the first step above a
+    common threshold and above three times the prefixes' own floor, seed by seed."""
+    rows = []
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        mine, row = [r for r in records if r["arm"] == arm], {"arm": arm}
+        for kind in ("fresh", "sampler"):
+            for part in (" early", " late"):
+                row[kind + part] = [mean_kl(r, kind, part) for r in mine]
+            row[f"{kind} above {threshold}"] = [first(r["at"], r[f"kl {kind}"], threshold) for r in mine]
+            row[f"{kind} above 3 floors"] = [first(r["at"], r[f"kl {kind}"], 3 * floor(records, kind)) for r in mine]
+        rows.append(row)
+    return rows
+
+
+# ---------------------------------------------------------------- table and picture
+def show(values, digits: int = 2) -> str:
+    """A cell: every seed's value."""
+    return " ".join("-" if v is None else f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in values)
+
+
+def report_arms(title: str, records: list[dict]) -> None:
+    print(f"\n{title}: KL(on-policy || run) over its floor, {floor(records):.2g} nats a token on fresh prefixes, {floor(records, 'sampler'):.2g} on the sampler's"
+          f"\n{'':18}seeds  accuracy at the end             KL / floor                     on the sampler's prefixes      syncs             dropped tokens  seconds")
+    for row in arm_rows(records):
+        print(f"{row['arm']:18}{row['seeds']:5}  {show(row['accuracy']):32}{show(row['fresh'], 1):31}{show(row['sampler'], 1):31}{show(row['syncs']):18}{row['dropped']:14.0f}{row['seconds']:9.0f}")
+
+
+def blind_spot(records: list[dict]) -> str:
+    """How often the ESS of responses says that all is well while a fifth of the trainer's mass is out of the sampler's sight."""
+    steps = [(e, m) for r in records for e, m in zip(r["ess_sequence"], r["mean_ratio"])]
+    return f"{sum(m < 0.8 and e >= 0.5 for e, m in steps)} of {len(steps)} steps have an ESS of at least 1/2 and a mean ratio below .8; {sum(m < 0.8 for e, m in steps)} a mean ratio below .8"
+
+
+def report(result: dict) -> None:
+    """The tables, predicted beside measured."""
+    lag, mask = torch.full((8, 3), -0.5), torch.ones(8, 3, dtype=torch.bool)
+    print(f"\nwhat the ESS cannot see: all log-ratios -0.5, predicted | measured: ESS 1 | {lag_ess(lag, mask):.2f}, mean ratio exp(-0.5) = .61 | {mean_ratio(lag, mask):.2f}")
+    print(f"in these runs: {blind_spot(list(result['default'].values()))}")
+    print("\nthe centre from a head of K with the modelled tail: error of its gradient, relative")
+    for name, rows in result["tail"].items():
+        for row in rows:
+            print(f"{name:36} K = {row['K']:5}  mass of the head {row['mass']:.5f}   modelled {row['modelled']:8.1e}   tail dropped {row['dropped']:8.1e}")
+    records = list(result["default"].values())
+    report_arms(f"{records[0]['task']}, sampler synced every {result['settings']['period']} steps, one seed", records)
+    if "study" not in result:
+        return
+    every = list(result["study"].values())
+    for name in ("sum", "stop"):
+        report_arms(f"study, {name}", [r for r in every if r["setting"] == name and r["period"] not in (4, 16)])
+    print("\nstudy, stop: KL by position (early: the first four tokens), and the step at which it first exceeds 0.2 nats, and three times its own floor")
+    for row in prefixes([r for r in every if r["setting"] == "stop"]):
+        print(f"{row['arm']:18}" + "".join(f"| {kind} prefixes: early {np.mean(row[kind + ' early']):.3f} late {np.mean(row[kind + ' late']):.3f}  above .2 {show(row[f'{kind} above 0.2']):16} above 3 floors {show(row[f'{kind} above 3 floors']):16}"
+                                               for kind in ("fresh", "sampler")))
+    for kind in ("raw", "mean"):
+        mine = [r for r in every if r["setting"] == f"free, {kind}"]
+        at_zero = [r for r in mine if r["arm"] == "none" and not r["noise"]]
+        base = float(np.mean([mean_kl(r) for r in at_zero]))
+        print(f"\nstudy, free tokens, {kind} advantage, synced every step: KL / floor ({base:.2g}) and entropy (on-policy {np.mean([r['entropy'] for r in at_zero]):.2f}), a noise draw each; reward")
+        for noise in (0.0, 0.05, 0.1):
+            for arm in ("none", "tis", "centering"):
+                cell = [r for r in mine if r["arm"] == arm and r["noise"] == noise]
+                print(f"weight noise {noise:4.0%}  {arm:12}{show([mean_kl(r) / base for r in cell], 1):18} entropy {show([r['entropy'] for r in cell]):18} reward {show([r['sampled'] for r in cell]):18}")
+    print(f"\nstudy: {blind_spot(every)}")
+    print("\nstudy: which level of the ESS warns?             harmed runs: warned before | late or never    quiet runs: false alarms    median lead, steps")
+    for row in alarms(every):
+        print(f"{row['level']:48}{row['before']:27} | {row['late']:13}{row['false']:18} of {row['quiet']}{np.median(row['leads']) if row['leads'] else float('nan'):22.0f}")
+
+
+def draw(result: dict, path: Path) -> None:
+    """The picture, from the JSON alone."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.8))
+    styles = {"on-policy": ("-", "0.6"), "none": (":", "0"), "tis": ("--", "0.3"), "dlc": ("-", "0")}
+    for r in result["default"].values():
+        style, shade = styles[r["arm"]]
+        left.semilogy(r["at"][1:], r["kl fresh"][1:], style, color=shade, label=f"{r['arm']}: {r['syncs']} syncs, accuracy {r['sampled']:.2f}")
+        middle.plot(r["reward"], style, color=shade)
+        right.plot(r["ess_sequence"], style, color=shade)
+    left.set(xlabel="step", ylabel="KL(on-policy || run), nats a token", title=f"One seed, sampler synced every {result['settings']['period']} steps")
+    left.legend(fontsize=8)
+    middle.set(xlabel="step", ylabel="mean reward")
+    right.set(xlabel="step", ylabel="ESS of responses, share of the batch")
+    if "study" in result:
+        every = list(result["study"].values())
+        middle.clear()
+        for name, marker, shift in (("sum", "o", -0.15), ("stop", "^", 0.15)):
+            rows = arm_rows([r for r in every if r["setting"] == name and r["period"] not in (4, 16)])
+            for i, row in enumerate(rows):
+                middle.semilogy([i + shift] * row["seeds"], row["fresh"], "k" + marker, markersize=5, markerfacecolor="w" if name == "stop" else "k",
+                                label={"sum": "running sum", "stop": "early stop"}[name] if i == 0 else None)
+        middle.axhspan(0.1, 2, color="0.9", zorder=0)
+        middle.axhline(1, color="k", linewidth=0.6)
+        middle.set_xticks(range(len(rows)), [row["arm"] for row in rows], rotation=40, ha="right")
+        middle.set(ylabel="KL / floor, a mark a seed", title="Study: within twice the floor (grey)?", ylim=(0.5, None))
+        middle.legend(fontsize=8)
+        right.clear()
+        stop = [r for r in every if r["setting"] == "stop" and r["seed"] == 0]
+        for arm, shade in (("on-policy", "0.75"), ("dlc, no resync", "0.4"), ("dlc", "0")):
+            r = next(r for r in stop if r["arm"] == arm)
+            right.semilogy(r["at"][1:], r["kl fresh"][1:], "-", color=shade, label=f"{arm}: fresh prefixes")
+            right.semilogy(r["at"][1:], r["kl sampler"][1:], ":", color=shade, label=f"{arm}: the sampler's")
+        right.set(xlabel="step", ylabel="KL(on-policy || run), nats a token", title="Early stop, one seed: the same KL\non two kinds of prefixes")
+        right.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def main(argv=None) -> dict:
     """Runs the lesson and returns what its JSON holds. argv as on the command line."""
     args, path, trainer = lesson1.lesson_arguments("04_dlc.py", __doc__, argv, study="every arm, both tasks, 3 to 5 seeds; resumable")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    setting = SETTINGS["sum"] if lesson1.is_tiny(tokenizer) else FULL_SIZE
+    if args.quick:
+        setting = replace(setting, steps=6, prompts=8, period=6)
     sampler = lesson1.Sampler(path)
-    result = study(sampler, args.out / "04_dlc.json")
+    result = {"settings": {"seed": args.seed, "quick": args.quick, "period": setting.period},
+              "tail": tail_model(trainer, sampler, tokenizer, setting, args.seed), "default": {}}
+    reference = Reference(trainer, sampler, tokenizer, setting, str(path), anew=True)
+    for arm in ("on-policy", "none", "tis", "dlc"):
+        result["default"][arm] = run(trainer, sampler, tokenizer, setting, arm, args.seed, reference)
+    before = lesson3.read_json(args.out / "04_dlc.json") or {}
+    if args.study:
+        result = study(sampler, result, before.get("study", {}), args.out / "04_dlc.json")
+    elif "study" in before and not args.changed:
+        result["study"] = before["study"]                        # a plain run does not lose what the study found
+    result = lesson1.save_json(result, args.out / "04_dlc.json")
+    report(result)
+    rows = {row["arm"]: row for row in arm_rows(list(result["default"].values()))}
+    print(f"\nKL from on-policy training, over that of another on-policy run: none {rows['none']['fresh'][0]:.1f}, TIS {rows['tis']['fresh'][0]:.1f}, "
+          f"DLC {rows['dlc']['fresh'][0]:.1f} with {rows['dlc']['syncs'][0]} syncs in {setting.steps} steps. One seed.")
+    draw(result, args.out / "04_dlc.png")
+    print(f"picture: {args.out / '04_dlc.png'}")
     return result
 
 

@@ -455,3 +455,144 @@ def test_by_position():
     values = torch.tensor([[1.0, 1, 1, 1, 4, 6], [3.0, 3, 3, 3, 99, 99]])
     assert lesson4.by_position(values, mask) == [2.6, 2.0, 5.0]
     assert math.isnan(lesson4.by_position(values, mask & (torch.arange(6) < 4))[2])
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A setting of seconds, whose reference lands in a folder of its own."""
+    monkeypatch.setattr(lesson1, "ROOT", tmp_path)
+    return lesson4.Setting("sum", steps=4, period=4, lr=3e-3, prompts=4, every=2)
+
+
+def test_the_reference_repeated_is_at_distance_zero(trainer, engine, tokenizer, small):
+    """The same seed is the same run, at every checkpoint and on both kinds of prefixes; another seed and a stale run are not."""
+    reference = lesson4.Reference(trainer, engine, tokenizer, small, "a")
+    one = lambda arm, seed: lesson4.run(trainer, engine, tokenizer, small, arm, seed, reference)
+    same, other, stale = one("on-policy", lesson4.REFERENCE_SEED), one("on-policy", 0), one("none", 0)
+    assert same["kl fresh"] == [0.0, 0.0] and same["kl sampler"] == [0.0, 0.0] and same["at"] == [0, 2]
+    assert other["kl fresh"][0] == 0 and other["kl fresh"][1] > 1e-3
+    assert stale["syncs"] == 1 and other["syncs"] == 4 and stale["kl fresh"][1] != other["kl fresh"][1]
+    assert stale["ess_sequence"][0] == 1 and stale["ess_sequence"][3] < 0.99 and other["ess_sequence"] == [1.0] * 4
+    assert len(stale["reward"]) == 4 and 0 <= stale["sampled"] <= 1
+
+
+def test_a_reference_is_kept_for_its_settings_and_policy_alone(trainer, engine, tokenizer, small, monkeypatch):
+    lesson4.Reference(trainer, engine, tokenizer, small, "a")
+    runs = []
+    monkeypatch.setattr(lesson4, "training", lambda *args, **kwargs: runs.append(args) or [])
+    lesson4.Reference(trainer, engine, tokenizer, small, "a")
+    assert not runs
+    lesson4.Reference(trainer, engine, tokenizer, small, "b")
+    lesson4.Reference(trainer, engine, tokenizer, lesson4.replace(small, lr=1e-3), "a")
+    lesson4.Reference(trainer, engine, tokenizer, small, "a", anew=True)
+    assert len(runs) == 3
+
+
+def test_a_study_goes_on_where_it_stopped(engine, tmp_path, monkeypatch, tiny):
+    setting = lesson4.Setting("sum", steps=3, period=3, lr=3e-3, prompts=4, every=2)
+    monkeypatch.setattr(lesson4, "SETTINGS", {"sum": setting})
+    monkeypatch.setattr(lesson4, "plan", lambda: [("sum", "dlc", 0, 0.0, None), ("sum", "none", 0, 0.0, None), ("sum", "dlc, periodic", 0, 0.0, "as dlc")])
+    monkeypatch.setattr(lesson1, "policy", lambda name: tiny)
+    monkeypatch.setattr(lesson1, "ROOT", tmp_path)
+    real, runs, path = lesson4.run, [], tmp_path / "04_dlc.json"
+
+    def interrupted(*args):
+        runs.append(args[4])
+        if len(runs) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+    monkeypatch.setattr(lesson4, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lesson4.study(engine, {"default": 1}, {}, path)
+    kept = json.loads(path.read_text())
+    assert list(kept["study"]) == ["sum; dlc; seed 0; noise 0; period None"] and kept["default"] == 1
+    result = lesson4.study(engine, {"default": 2}, kept["study"], path)
+    assert runs == ["dlc", "none", "none", "dlc, periodic"]
+    assert result["study"]["sum; dlc; seed 0; noise 0; period None"] == kept["study"]["sum; dlc; seed 0; noise 0; period None"]
+    periodic = result["study"]["sum; dlc, periodic; seed 0; noise 0; period as dlc"]
+    assert periodic["syncs"] == result["study"]["sum; dlc; seed 0; noise 0; period None"]["syncs"]
+    # records of other settings are run again, and what the plan no longer holds goes
+    monkeypatch.setattr(lesson4, "SETTINGS", {"sum": lesson4.replace(setting, lr=1e-3)})
+    monkeypatch.setattr(lesson4, "plan", lambda: [("sum", "none", 0, 0.0, None)])
+    again = lesson4.study(engine, {}, result["study"], path)
+    assert runs[-1] == "none" and len(runs) == 5 and list(again["study"]) == ["sum; none; seed 0; noise 0; period None"]
+
+
+def record(arm, fresh, seed=0, **changes):
+    return {"setting": "sum", "task": "sum", "arm": arm, "seed": seed, "noise": 0.0, "period": None, "sampled": 0.5, "syncs": 2, "dropped": 0, "seconds": 1.0,
+            "at": [0, 2, 4], "kl fresh": fresh, "kl sampler": [x / 10 for x in fresh], "kl fresh late": [None, *fresh[1:]], "reward": [0.1] * 6,
+            "ess_token": [1.0] * 6, "ess_sequence": [1.0] * 6, "mean_ratio": [1.0] * 6, **changes}
+
+
+def test_rows_of_the_arms():
+    records = [record("on-policy", [0.0, 0.1, 0.2]), record("on-policy", [0.0, 0.3, 0.6], 1), record("none", [0.0, 1.0, 5.0])]
+    rows = {row["arm"]: row for row in lesson4.arm_rows(records)}
+    assert lesson4.floor(records) == pytest.approx(0.2) and lesson4.mean_kl(records[0], "fresh", " late") == pytest.approx(0.15)
+    assert rows["on-policy"]["fresh"] == pytest.approx([0.5, 1.5]) and rows["none"]["fresh"] == pytest.approx([10.0]) and rows["none"]["sampler"] == pytest.approx([10.0])
+
+
+def check_alarms(alarms):
+    """Harm at the checkpoint of step 2 or 4; an alarm in the same step is late."""
+    low = lambda step: [1.0] * step + [0.4] * (6 - step)
+    records = [record("on-policy", [0.1] * 3), record("none", [0.0, 0.4, 0.4], ess_sequence=low(1)), record("tis", [0.0, 0.2, 0.4], ess_sequence=low(4)),
+               record("ppo", [0.0, 0.2, 0.2], ess_sequence=low(5)), record("lag clip", [0.0, 0.1, 0.3], ess_token=low(3), mean_ratio=[0.7] * 6),
+               record("dlc", [9.0] * 3), record("dlc, periodic", [9.0] * 3)]
+    rows = {row["level"]: row for row in alarms(records)}
+    sequence, token, mass = rows["ESS of responses < 1/2"], rows["ESS of tokens < 1/2"], rows["mean ratio < 0.8"]
+    assert (sequence["before"], sequence["late"], sequence["quiet"], sequence["false"], sequence["leads"]) == (1, 1, 2, 1, [1])
+    assert (token["before"], token["false"]) == (0, 1) and (mass["before"], mass["false"]) == (0, 1)
+    assert rows["ESS of responses x min(1, mean ratio) < 1/2"]["before"] == 1
+
+
+def test_alarms():
+    check_alarms(lesson4.alarms)
+
+
+def test_prefixes():
+    base = {"kl fresh early": [0.1] * 3, "kl fresh late": [None, 0.5, 0.7], "kl sampler early": [0.1] * 3, "kl sampler late": [None, None, 0.1]}
+    rows = lesson4.prefixes([record("on-policy", [0.05, 0.05, 0.05], **base), record("tis", [0.0, 0.1, 0.3], **base)])
+    assert rows[1]["fresh above 0.2"] == [4] and rows[1]["sampler above 0.2"] == [None]
+    assert rows[1]["fresh above 3 floors"] == [4] and rows[1]["sampler above 3 floors"] == [4] and rows[1]["fresh late"] == [pytest.approx(0.6)]
+
+
+def test_entropy(trainer, engine, tokenizer):
+    engine.sync(trainer)
+    _, prompts = lesson1.make_prompts(SUM, tokenizer, 4, np.random.default_rng(0))
+    rollout = engine.sample(prompts, 9, seed=0, head=-1)
+    p = rollout.head_logp[rollout.mask].double()
+    assert lesson4.entropy(trainer, rollout) == pytest.approx(-(p.exp() * p).sum(-1).mean().item(), abs=1e-4)
+
+
+def test_late_accuracy_counts_missing_digits_as_wrong(trainer, tokenizer, monkeypatch):
+    """Of four late digits each: all right, two right, stopped before any."""
+    task = lesson1.TASKS["stop"]
+    digits = np.array([[1, 2, 3, 4, 5, 6, 7, 8]] * 3)
+    right = lesson1.right_digits(task, digits)[0]
+    full, half = [*right, lesson1.END], [*right[:4], *right[4:6], *((right[6:] + 1) % 10), lesson1.END]
+    ids = torch.tensor([full, half, [*right[:3], lesson1.END] + [lesson1.PAD] * 5])
+    mask = torch.tensor([[True] * 9, [True] * 9, [True] * 4 + [False] * 5])
+    rollout = lesson1.Rollout(*[torch.zeros(3, 1)] * 2, ids, mask, *[torch.zeros(3, 1)] * 3, ["stop"] * 3, 0, 1.0, True)
+
+    class Fixed:
+        sync = sample = lambda *args, **kwargs: rollout
+    monkeypatch.setattr(lesson1, "make_prompts", lambda *args: (digits, []))
+    result = lesson4.held_out(trainer, Fixed(), lesson4.SETTINGS["stop"], tokenizer, 3)
+    assert result["late"] == pytest.approx(6 / 12) and result["sampled"] == pytest.approx((1 + 6 / 8 + 3 / 8) / 3)
+
+
+def test_quick_run_and_redrawn_picture(tmp_path):
+    result = subprocess.run([sys.executable, str(lesson1.ROOT / "04_dlc.py"), "--quick", "--out", str(tmp_path)], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "KL from on-policy training" in result.stdout and "ESS 1 | 1.00" in result.stdout
+    saved = json.loads((tmp_path / "04_dlc.json").read_text())
+    assert list(saved["default"]) == ["on-policy", "none", "tis", "dlc"]
+    (tmp_path / "04_dlc.png").unlink()
+    lesson4.draw(saved, tmp_path / "04_dlc.png")
+    assert (tmp_path / "04_dlc.png").stat().st_size > 10_000
+
+
+def test_the_study_takes_no_other_flag(capsys):
+    for flags in (["--study", "--quick"], ["--study", "--seed", "3"]):
+        with pytest.raises(SystemExit) as exit:
+            lesson4.main(flags)
+        assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
