@@ -193,12 +193,13 @@ ARCHITECTURE = dict(                # a Qwen3 of 100k parameters; vLLM on a CPU 
     tie_word_embeddings=True, eos_token_id=END, pad_token_id=PAD, bos_token_id=None)
 
 
-def warm_start(task: Task):
+def warm_start(task: Task, architecture: dict):
     """A tiny Qwen3 that imitates `demonstrations`: knows the format, is often wrong. Returns the model
     and its sampled accuracy (mean reward of 1,024 responses drawn by transformers)."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**ARCHITECTURE))
+    kind = "qwen3_moe" if "num_experts" in architecture else "qwen3"
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **architecture))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     total = task.steps + task.stop_steps
     schedule = torch.optim.lr_scheduler.LambdaLR(    # up over 20 steps, down over the last 30 %
@@ -229,10 +230,10 @@ def file_hashes(folder: Path) -> dict:
             for f in sorted(folder.iterdir()) if f.name != "policy.json"}
 
 
-def policy(task_name: str = "sum") -> Path:
+def policy(task_name: str = "sum", architecture: dict = ARCHITECTURE) -> Path:
     """The tiny policy's checkpoint for a task: taken from checkpoints/ if it is there and whole,
-    else built (well under a minute) and put there in one rename."""
-    settings = {"task": asdict(TASKS[task_name]), "architecture": ARCHITECTURE}
+    else built (about a minute at most) and put there in one rename."""
+    settings = {"task": asdict(TASKS[task_name]), "architecture": architecture}
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     folder = ROOT / "checkpoints" / f"{task_name}-{key}"
     try:
@@ -241,7 +242,7 @@ def policy(task_name: str = "sum") -> Path:
     except (OSError, ValueError, KeyError, TypeError):
         whole = False
     if not whole:
-        model, accuracy = warm_start(TASKS[task_name])
+        model, accuracy = warm_start(TASKS[task_name], architecture)
         new = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
         model.save_pretrained(new)
         make_tokenizer().save_pretrained(new)
@@ -253,11 +254,11 @@ def policy(task_name: str = "sum") -> Path:
     return folder
 
 
-def find_model(name: str | None, task_name: str = "sum") -> str:
-    """`name`, if transformers finds a configuration, a tokenizer and a common vocabulary there; the
-    default model if it is None. Raises ValueError with one line for people otherwise."""
-    if name is None and DEVICE.type == "cpu":
-        return str(policy(task_name))
+def find_model(name: str | None, architecture: dict | None = None) -> str:
+    """`name`, if transformers finds a configuration, a tokenizer and a common vocabulary there; if it is None the
+    tiny policy of that `architecture`, or else the default model. Raises ValueError with one line for people otherwise."""
+    if name is None and (architecture or DEVICE.type == "cpu"):
+        return str(policy("sum", architecture or ARCHITECTURE))
     name = HUB_MODEL if name is None else name
     part = "model"
     try:
@@ -300,6 +301,8 @@ class Rollout:
     version: int               # how often the sampler's weights had been replaced
     temperature: float         # that the engine divided its logits by
     neutral: bool              # sampled from the model's own distribution, see is_neutral
+    routes: Tensor | None = None   # (B, P + T, L, k) the k experts that each of L layers chose for each input
+    #                                token; None: a dense model, see lesson 5
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -317,7 +320,8 @@ def pack(prompts: list[list[int]], completions: list, version: int, temperature:
 
     The flat lists run over the positions, K + 1 entries each: [sampled, top 1, ..., top K, sampled, top 1,
     ...]. The sampled token may stand again in the top K: slot 0 is never part of the head. Token ids are used as they
-    came; nothing is tokenised again. Raises ValueError where a completion has not one log-prob a token."""
+    came; nothing is tokenised again. Raises ValueError where a completion has not one log-prob a token, or not
+    one row of experts for each token but the last."""
     B, P, T = len(prompts), max(map(len, prompts)), max(len(c.token_ids) for c in completions)
     K = len(completions[0].logprobs.logprobs) // len(completions[0].logprobs) - 1
     prompt_ids, prompt_mask = np.zeros((B, P), np.int64), np.zeros((B, P), bool)
@@ -332,9 +336,18 @@ def pack(prompts: list[list[int]], completions: list, version: int, temperature:
         mask[i, :n] = True
         if slots[i, :n, 0].tolist() != list(completion.token_ids):
             raise ValueError(f"response {i}: the log-probs are not those of its tokens")
+    routes = None
+    if completions[0].routed_experts is not None:                # a row an input token; the last one never went in
+        routes = np.zeros((B, P + T, *completions[0].routed_experts.shape[1:]), np.int64)
+        for i, (prompt, completion) in enumerate(zip(prompts, completions)):
+            rows = len(prompt) + len(completion.token_ids) - 1
+            if len(completion.routed_experts) != rows:
+                raise ValueError(f"response {i}: {rows} input tokens, but routes for {len(completion.routed_experts)}")
+            routes[i, P - len(prompt):P - len(prompt) + rows] = completion.routed_experts
+        routes = torch.from_numpy(routes).to(DEVICE)
     tensors = [torch.from_numpy(x).to(DEVICE) for x in (
         prompt_ids, prompt_mask, slots[..., 0], mask, logps[..., 0], slots[..., 1:], logps[..., 1:])]
-    return Rollout(*tensors, [c.finish_reason for c in completions], version, temperature, neutral)
+    return Rollout(*tensors, [c.finish_reason for c in completions], version, temperature, neutral, routes)
 
 
 def is_neutral(params) -> bool:
@@ -345,6 +358,19 @@ def is_neutral(params) -> bool:
             and params.presence_penalty == params.frequency_penalty == 0
             and not (params.bad_words or params.logit_bias or params.allowed_token_ids
                      or params.structured_outputs))
+
+
+def is_mixture(config) -> bool:
+    """Is this the configuration of a mixture of experts?"""
+    return any(getattr(config.get_text_config(), name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def pack_experts(model) -> None:
+    """On a CPU vLLM keeps the experts' matrices in its kernel's layout, and reload_weights (0.30.0) leaves them out of it
+    without a word: log-probs .2 nats off, which the canary sees. This is the step that it leaves out."""
+    for layer in model.modules():
+        if hasattr(layer, "w13_weight"):
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 class SyncError(RuntimeError):
@@ -370,6 +396,7 @@ class Sampler:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
         self.dtype = getattr(torch, dtype)
         self.version = 0
+        self.mixture = is_mixture(config)
         self.max_model_len = min(MAX_MODEL_LEN, config.get_text_config().max_position_embeddings)
         self.llm = LLM(
             model=str(path), dtype=dtype, seed=0, enforce_eager=DEVICE.type == "cpu",
@@ -377,6 +404,7 @@ class Sampler:
             logprobs_mode=logprobs_mode,   # vLLM's own default is "raw_logprobs": before the temperature
             max_logprobs=-1, generation_config="vllm",   # not the released model's temperature and top-p
             enable_chunked_prefill=DEVICE.type == "cuda",   # on a CPU vLLM cannot cut a seeded request's prompt in two
+            enable_return_routed_experts=self.mixture, enable_prefix_caching=not self.mixture,   # a cached prefix has no routes
             use_tqdm_on_load=False)
 
     def sample(self, prompts: list[list[int]], max_tokens: int, seed, group_size: int = 1, head: int = 0,
@@ -414,6 +442,8 @@ class Sampler:
         """Put `state` into the engine, unchecked; forget what was computed with the old weights."""
         assert not self.llm.llm_engine.has_unfinished_requests(), "a response must not span two versions"
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state.items())})
+        if self.mixture and DEVICE.type == "cpu":
+            self.llm.apply_model(pack_experts)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: old weights would answer new prompts")
         self.version += 1
@@ -751,11 +781,12 @@ def save_json(result: dict, path: Path) -> dict:
     return plain(result)
 
 
-def lesson_arguments(prog: str, doc: str, argv, study: str | None = None) -> tuple:
-    """A lesson's flags (`study`: what its --study adds), the path of its model, and the trainer loaded from there. Exits with code 2 and one
-    line if any of them is bad."""
+def lesson_arguments(prog: str, doc: str, argv, study: str | None = None, architecture: dict | None = None) -> tuple:
+    """A lesson's flags (`study`: what its --study adds), the path of its model (by default the tiny policy of that `architecture`, if
+    there is one), and the trainer loaded from there. Exits with code 2 and one line if any of them is bad."""
     parser = Parser(prog=prog, description=doc.split("\n")[0])
-    parser.add_argument("--model", help=f"a local directory or a hub name (default: {HUB_MODEL} on a GPU, else the tiny policy)")
+    parser.add_argument("--model", help="a local directory or a hub name (default: "
+                        + ("a tiny mixture of experts)" if architecture else f"{HUB_MODEL} on a GPU, else the tiny policy)"))
     parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampling, 0 to 2^32 - 1")
     parser.add_argument("--quick", action="store_true", help="the same experiment, smaller")
     parser.add_argument("--out", type=Path, help="folder for the JSON and the picture (figures; where any other flag is given, "
@@ -770,7 +801,7 @@ def lesson_arguments(prog: str, doc: str, argv, study: str | None = None) -> tup
     try:
         check_vllm()
         check_writable(args.out)
-        path = find_model(args.model)
+        path = find_model(args.model, architecture)
         trainer = load_model(path)
     except ValueError as error:
         parser.error(str(error))

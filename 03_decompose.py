@@ -93,10 +93,12 @@ def weighted(correct):
 
 
 def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period: int, seed: int, prompts: int = 32,
-         group_size: int = 8, max_tokens: int | None = None, advantage: str = "std", head: int = 0, perturb=None, decay: bool = True):
+         group_size: int = 8, max_tokens: int | None = None, advantage: str = "std", head: int = 0, perturb=None, decay: bool = True,
+         score=lambda model, rollout, old, grad: lesson1.score(model, rollout, head=True, grad=grad)):
     """Yields each step's Batch, then updates `trainer` on it. The sampler takes the trainer's weights when they are `period`
     steps old, through `perturb` (state dict -> state dict) if the engine is to hold others. A loss that returns None refuses
-    its batch: the sampler is synced, the batch dropped and sampled again, once."""
+    its batch: the sampler is synced, the batch dropped and sampled again, once. score(model, rollout, old, grad): log-probs of
+    the tokens and of the head under `model`, which is the trainer, or `old`, the trainer at the sampler's weights."""
     old, synced = copy.deepcopy(trainer), 0                        # theta_s, and the step at which it was theta
     vocabulary = trainer.config.get_text_config().vocab_size
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / steps if decay else 1.0)
@@ -110,8 +112,8 @@ def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period:
         rollout = sampler.sample(questions, max_tokens or task.max_tokens, seed=[seed, step, attempt], group_size=group_size, head=head)
         R = lesson1.rewards(task, digits.repeat(group_size, 0), rollout, tokenizer)
         A = lesson2.advantages(R, group_size, advantage).to(lesson1.DEVICE)
-        logp, head_logp = lesson1.score(trainer, rollout, head=True, grad=True)
-        logp_old, head_logp_old = lesson1.score(old, rollout, head=True)        # in the same micro-batches
+        logp, head_logp = score(trainer, rollout, old, grad=True)
+        logp_old, head_logp_old = score(old, rollout, old, grad=False)         # in the same micro-batches
         return Batch(step, step - synced, rollout, R, A, logp, logp_old, head_logp, head_logp_old, vocabulary)
 
     for step in range(steps):

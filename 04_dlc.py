@@ -270,20 +270,20 @@ class Reference:
 
 
 # ---------------------------------------------------------------- one run
-def training(model, sampler, tokenizer, setting: Setting, arm: str, seed: int, noise: float = 0.0, period: int | None = None, desc: str = ""):
-    """Lesson 3's loop for one arm, with a progress bar."""
+def training(model, sampler, tokenizer, setting: Setting, arm: str, seed: int, noise: float = 0.0, period: int | None = None, desc: str = "", **changes):
+    """Lesson 3's loop for one arm, with a progress bar; `changes` to the loop's arguments."""
     optimizer = getattr(torch.optim, setting.optimizer)(model.parameters(), lr=setting.lr, weight_decay=0.0)
     perturb = lesson3.weight_noise(noise, seed) if noise else None
     period = period or (1 if arm == "on-policy" else setting.period)
-    return tqdm(lesson3.grpo(model, sampler, lesson1.TASKS[setting.task], tokenizer, optimizer, ARMS[arm], setting.steps, period, seed, setting.prompts,
-                             max_tokens=setting.max_tokens, advantage=setting.advantage, head=setting.head if arm in CENTERED else 0,
-                             perturb=perturb, decay=setting.decay), total=setting.steps, desc=desc or f"{setting.task}: {arm}, seed {seed}")
+    arguments = {"loss": ARMS.get(arm), "head": setting.head if arm in CENTERED else 0, **changes}
+    return tqdm(lesson3.grpo(model, sampler, lesson1.TASKS[setting.task], tokenizer, optimizer, steps=setting.steps, period=period, seed=seed, prompts=setting.prompts,
+                             max_tokens=setting.max_tokens, advantage=setting.advantage, perturb=perturb, decay=setting.decay, **arguments), total=setting.steps, desc=desc or f"{setting.task}: {arm}, seed {seed}")
 
 
-def run(start, sampler, tokenizer, setting: Setting, arm: str, seed: int, reference: Reference, noise: float = 0.0, period: int | None = None) -> dict:
+def run(start, sampler, tokenizer, setting: Setting, arm: str, seed: int, reference: Reference, noise: float = 0.0, period: int | None = None, **changes) -> dict:
     """One arm, one seed: a record of its curves, syncs, seconds (without the measuring) and accuracy, ready for JSON."""
     model, rows, at, kls, began, measuring = copy.deepcopy(start), [], [], [], time.perf_counter(), 0.0
-    for batch in training(model, sampler, tokenizer, setting, arm, seed, noise, period):
+    for batch in training(model, sampler, tokenizer, setting, arm, seed, noise, period, **changes):
         paused, mask = time.perf_counter(), batch.rollout.mask
         rows.append({"reward": batch.R.mean().item(), "synced": batch.age == 0, "dropped": batch.dropped, "mean_ratio": mean_ratio(batch.lag, mask),
                      "ess_token": lag_ess(batch.lag, mask, "token"), "ess_sequence": lag_ess(batch.lag, mask)})

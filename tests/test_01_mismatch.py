@@ -251,7 +251,7 @@ class Flat(SimpleNamespace):
 def completion(ids, slots, finish="stop"):
     """slots: per token [(id, log-prob), ...], the sampled token first."""
     flat = Flat(positions=len(slots), token_ids=[i for s in slots for i, _ in s], logprobs=[l for s in slots for _, l in s])
-    return SimpleNamespace(token_ids=ids, logprobs=flat, finish_reason=finish)
+    return SimpleNamespace(token_ids=ids, logprobs=flat, finish_reason=finish, routed_experts=None)
 
 
 def check_pack(f):
