@@ -34,6 +34,7 @@ Exercises (tests/test_05_router_replay.py grades the functions):
 import copy
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 
@@ -149,9 +150,11 @@ def flips(routes: Tensor, others: Tensor, rollout) -> Tensor:
 
 
 def flip_statistics(changed: Tensor) -> dict:
-    """Shares of picks and of tokens with a flip, experts changed a token, share of picks by layer; changed (n, L)."""
-    return {"picks": (changed > 0).double().mean().item(), "tokens": (changed > 0).any(1).double().mean().item(),
-            "experts": changed.sum(1).double().mean().item(), "by_layer": (changed > 0).double().mean(0).tolist()}
+    """Shares of picks and of tokens with a flip, experts changed a token, share of picks by layer; changed (n, L). Where the layers
+    flip independently, the share of tokens is 1 - prod over layers of (1 - share of picks)."""
+    by_layer = (changed > 0).double().mean(0)
+    return {"picks": by_layer.mean().item(), "tokens": (changed > 0).any(1).double().mean().item(), "tokens_predicted": (1 - (1 - by_layer).prod()).item(),
+            "experts": changed.sum(1).double().mean().item(), "by_layer": by_layer.tolist()}
 
 
 def beyond(d: Tensor, tau: float) -> float:
@@ -326,13 +329,13 @@ picks and 94 % of the tokens flip; k3 1.535e-3 live, 7.5e-4 replayed, 6.4e-4 for
 
 def report(result: dict) -> None:
     """The tables, predicted beside measured."""
-    print(f"\n{'':47}mean |d| ± seeds        rms       max          k3 ± seeds   F(1.1)    F(2) | flips: picks   tokens  experts a token   by layer")
+    print(f"\n{'':47}mean |d| ± seeds        rms       max          k3 ± seeds   F(1.1)    F(2) | flips: picks   tokens (independent layers)  experts a token   by layer")
     for row in result["gap"]:
         line = (f"{row['policy']:6}{row['situation']:24}replay {row['replay']:7}{row['abs']:11.2e} ± {row['abs spread']:.0e}{row['rms']:11.1e}{row['max']:10.2g}"
                 f"{row['k3']:12.1e} ± {row['k3 spread']:.0e}{row['F(1.1)']:9.2%}{row['F(2)']:8.2%}")
         if "flips" in row:
             f = row["flips"]
-            line += f" |{f['picks']:13.2%}{f['tokens']:9.2%}{f['experts']:17.3f}   " + " ".join(f"{x:.2%}" for x in f["by_layer"])
+            line += f" |{f['picks']:13.2%}{f['tokens']:9.2%} ({f['tokens_predicted']:.2%}){f['experts']:27.3f}   " + " ".join(f"{x:.2%}" for x in f["by_layer"])
         print(line)
     print(LITERATURE)
     print("\nwhere is the gap? rms of d, nats               no pick of the token flips | one does")
@@ -420,7 +423,7 @@ def main(argv=None) -> dict:
     before = lesson3.read_json(json_path) or {}
     if args.study:
         save = lambda records: lesson1.save_json({**result, "study": records}, json_path)
-        result["study"] = study(trainer, engine, tokenizer, lesson1.file_hashes(path)["model.safetensors"], before.get("study", {}), save)
+        result["study"] = study(trainer, engine, tokenizer, lesson1.file_hashes(Path(path))["model.safetensors"], before.get("study", {}), save)
     elif "study" in before and not args.changed:
         result["study"] = before["study"]                           # a plain run does not lose what the study found
     result = lesson1.save_json(result, json_path)
