@@ -486,7 +486,7 @@ def test_sync_catches_what_vllm_swallows(engine, moved, tiny):
 @pytest.mark.parametrize("canary, good", [((0.5e-4, 0.0), True), ((2e-4, 0.0), False), ((0.015, 0.01), True), ((0.05, 0.01), False),
                                           ((math.nan, 0.01), False), ((0.01, math.nan), False)], ids=str)
 def test_how_much_of_a_gap_a_sync_may_leave(canary, good, engine, trainer, monkeypatch):
-    """(gap, what rounding explains) in nats: a healthy bf16 sync measured at most 1.2 times the latter, an fp32 one 2e-6."""
+    """(gap, what rounding explains) in nats: of 240 healthy bf16 syncs of a run the largest had 1.6 times the latter, an fp32 one 2e-6."""
     monkeypatch.setattr(engine, "canary", lambda *args: canary)
     if good:
         assert engine.sync(trainer) == canary[0]
@@ -495,7 +495,7 @@ def test_how_much_of_a_gap_a_sync_may_leave(canary, good, engine, trainer, monke
             engine.sync(trainer)
 
 
-def test_the_canary_measures_the_mean_gap(engine, moved, tiny):
+def test_the_canary_measures_the_median_gap(engine, moved, tiny):
     """An engine that kept the old weights, against the trainer alone: the fp32 engine is the old trainer to 1e-6."""
     original = lesson1.load_model(tiny)
     engine.load(original.state_dict())
@@ -503,7 +503,7 @@ def test_the_canary_measures_the_mean_gap(engine, moved, tiny):
     ids = torch.arange(64)[None] % 13
     with torch.no_grad():
         new, old = (torch.log_softmax(m(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None]) for m in (moved, original))
-    assert gap > 0.1 and abs(gap - (new - old).abs().mean().item()) < 1e-4 and rounding == 0
+    assert gap > 0.1 and abs(gap - (new - old).abs().median().item()) < 1e-4 and rounding == 0
 
 
 def test_sync_notices_one_layer_left_behind(engine, trainer):
