@@ -407,7 +407,7 @@ def main(argv=None) -> dict:
         lesson1.Parser(prog="05_router_replay.py").error(f"--model {args.model}: {error}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     tiny, task = lesson1.is_tiny(tokenizer), lesson1.TASKS["sum"]
-    engine = lesson1.Sampler(path)
+    engine = lesson1.Sampler(path)         # before the dense one: vLLM makes the experts' process group with a process' first engine or never
     result = {"settings": {"seed": args.seed, "quick": args.quick, "noise": NOISE}, "gap": []}
     if tiny:                                                        # lesson 1's dense policy, for comparison
         dense = lesson1.policy("sum")

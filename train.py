@@ -7,7 +7,7 @@ A step, in the order of the loop in `train`:
  1. sync     the sampler takes the trainer's weights once they are older than        Sampler.sync (01)
              --staleness steps
  2. sample   G responses to each of the prompts, from the sampler's mu               Sampler.sample (01)
- 3. score    discrepancy d = log pi_old - log mu, lag l = log pi - log pi_old        score (01)
+ 3. score    discrepancy d = log pi_old - log mu, lag l = log pi - log pi_old        score (01; 05: --replay)
              if ESS(exp(l)) < --resync-ess: sync, drop the batch, back to 2, once    lag_ess (04)
  4. reward   each response, its advantage within its group, and the weight w of      rewards (01), advantages (02)
              --correction; for dlc also the centre c                                 CORRECTIONS (02), centre (04)
@@ -40,6 +40,7 @@ import numpy as np
 lesson1 = import_module("01_mismatch")   # before torch: it hides the broken packages around it
 lesson2 = import_module("02_importance_sampling")
 lesson4 = import_module("04_dlc")
+lesson5 = import_module("05_router_replay")
 import torch
 import transformers
 
@@ -82,6 +83,8 @@ def parse(argv):
     add("--resync-level", choices=["sequence", "token"], default="sequence", help="whose ratios that is: whole responses' or tokens'")
     add("--head", type=positive(int), help="with --correction dlc: how many of the sampler's most likely tokens are recorded for the "
         "centre (the vocabulary; not tiny: 128)")
+    add("--replay", choices=["none", "r2", "r3"], default="none", help="a mixture of experts: whose router picks the trainer replays, its "
+        "own at the sampler's weights (r2) or the sampler's (r3), see lesson 5")
     add("--seed", type=lesson1.seed, default=0, help="of the prompts and of the sampling, 0 to 2^32 - 1")
     add("--out", type=Path, help="the run's folder (runs/<correction>-s<staleness>-seed<seed>; with --quick, -quick behind it)")
     add("--save-every", type=positive(int), default=20, help=f"steps between checkpoints; the newest {KEEP} are kept")
@@ -104,6 +107,8 @@ def parse(argv):
         lesson1.check_writable(args.out)
         args.path = lesson1.find_model(args.model)
         args.trainer = lesson1.load_model(args.path)
+        if args.replay != "none":
+            lesson5.routers(args.trainer)
     except ValueError as error:
         parser.error(str(error))
     args.tokenizer = transformers.AutoTokenizer.from_pretrained(args.path)
@@ -231,9 +236,10 @@ def train(args, sampler) -> None:
             autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
             parts = lesson1.micro_batches(rollout, args.vocabulary)
             with clock("scoring"), autocast:
-                logp, head_logp = lesson1.score(trainer, rollout, head=True, grad=len(parts) == 1)   # one part: its graph serves the update
+                routes = lesson5.routes_for(args.replay, old, rollout)             # None: nothing is replayed
+                logp, head_logp = lesson5.score(trainer, rollout, routes, head=True, grad=len(parts) == 1)   # one part: its graph serves the update
                 logp_now = logp.detach()
-                logp_old, head_logp_old = lesson1.score(old, rollout, head=True) if step > synced else (logp_now, head_logp.detach())
+                logp_old, head_logp_old = lesson5.score(old, rollout, routes, head=True) if step > synced else (logp_now, head_logp.detach())
             mask, lag, n_tokens = rollout.mask, logp_now - logp_old, int(rollout.mask.sum())
             if not dropped["resynced"]:
                 judged = {"ess_token": lesson4.lag_ess(lag, mask, "token"), "ess_sequence": lesson4.lag_ess(lag, mask),
@@ -253,7 +259,8 @@ def train(args, sampler) -> None:
             loss = 0.0
             for rows in parts:
                 with autocast:
-                    part_logp, part_head = (logp, head_logp) if len(parts) == 1 else lesson1.score(trainer, rollout[rows], head=True, grad=True)
+                    part_logp, part_head = (logp, head_logp) if len(parts) == 1 else lesson5.score(
+                        trainer, rollout[rows], None if routes is None else routes[rows], head=True, grad=True)
                 centre = lesson4.centre(part_head, head_logp_old[rows], rollout.head_logp[rows], A[rows], args.vocabulary) if args.head else 0.0
                 part_loss = lesson2.policy_loss(part_logp, w[rows], A[rows], mask[rows], n_tokens, centre)
                 part_loss.backward()

@@ -33,8 +33,20 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
-def engine(tiny):
-    """One real vLLM engine, in float32: exact to 1e-6 against a float32 trainer."""
+def mixture():
+    return lesson1.policy("sum", import_module("05_router_replay").MIXTURE)
+
+
+@pytest.fixture(scope="session")
+def mixture_engine(mixture):
+    """vLLM on the mixture of experts, in float32: it picks as the trainer does."""
+    return lesson1.Sampler(mixture, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def engine(tiny, mixture_engine):
+    """One real vLLM engine, in float32: exact to 1e-6 against a float32 trainer. Started after the mixture's: vLLM
+    makes the experts' process group with a process' first engine or never."""
     return lesson1.Sampler(tiny, dtype="float32")
 
 

@@ -298,17 +298,6 @@ def test_beyond():
 
 
 # ---------------------------------------------------------------- the real engine
-@pytest.fixture(scope="session")
-def mixture():
-    return lesson1.policy("sum", lesson5.MIXTURE)
-
-
-@pytest.fixture(scope="session")
-def mixture_engine(mixture):
-    """vLLM on the mixture of experts, in float32: it picks as the trainer does."""
-    return lesson1.Sampler(mixture, dtype="float32")
-
-
 @pytest.fixture
 def mixture_trainer(mixture):
     return lesson1.load_model(mixture)

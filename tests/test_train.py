@@ -177,6 +177,28 @@ def test_dlc_differs_from_the_lag_clip_by_its_centre_and_uses_the_head_it_is_tol
     assert len(set(norms)) == 3 and abs(norms[0] - norms[1]) < abs(norms[0] - norms[2])
 
 
+def test_replay_is_refused_for_a_dense_model(tmp_path, tiny, capsys, monkeypatch):
+    monkeypatch.setattr(lesson1, "Sampler", lambda *a, **k: pytest.fail("vLLM was started"))
+    with pytest.raises(SystemExit) as exit:
+        train.main(["--model", str(tiny), "--replay", "r3", "--out", str(tmp_path / "a")])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and "no router" in error
+
+
+def test_replay_reaches_both_policies_and_every_micro_batch(tmp_path, mixture, mixture_engine, monkeypatch):
+    """A mixture of experts, stale by one step: what each kind of replay does to discrepancy and lag; and in parts as in one."""
+    flags = ["--model", str(mixture), "--staleness", "1", "--steps", "4"]
+    live, r2, r3 = (run(tmp_path / kind, mixture_engine, *flags, "--replay", kind) for kind in ("none", "r2", "r3"))
+    lags = [float(rows[1]["lag_abs"]) for rows in (live, r2, r3)]
+    assert len(set(lags)) >= 2 and all(abs(a - lags[0]) > 1e-4 for a in lags[1:])             # the same first update: the picks differ
+    assert live[0]["loss"] == r2[0]["loss"] and all(float(row["discrepancy_abs"]) < 1e-4 for row in r2 + r3)
+    monkeypatch.setattr(lesson1, "LOGITS_AT_ONCE", 3 * 10 * 17)
+    for kind, whole in (("r2", r2), ("r3", r3)):
+        for one, two in zip(untimed(whole), untimed(run(tmp_path / f"{kind}-parts", mixture_engine, *flags, "--replay", kind)), strict=True):
+            for name in ("reward", "lag_abs", "grad_norm", "loss"):
+                assert abs(float(one[name]) - float(two[name])) < 1e-3 * max(1, abs(float(one[name]))), (kind, name)
+
+
 def test_any_correction_can_be_resynchronised_at_either_level(tmp_path, engine):
     token = run(tmp_path / "token", engine, *STALE, "--correction", "tis", "--resync-ess", "0.9", "--resync-level", "token")
     never = run(tmp_path / "never", engine, *STALE, "--correction", "tis")
@@ -335,7 +357,7 @@ def test_an_error_of_another_kind_is_not_hidden(tmp_path, engine, monkeypatch):
     ["--steps", "0"], ["--steps", "-3"], ["--steps", "x"], ["--prompts", "0"], ["--group-size", "0"], ["--group-size", "1"],
     ["--max-tokens", "0"], ["--lr", "0"], ["--lr", "-1e-3"], ["--lr", "nan"], ["--lr", "inf"], ["--staleness", "-1"], ["--seed", "-1"],
     ["--resync-ess", "1.5"], ["--resync-ess", "-0.1"], ["--resync-ess", "nan"], ["--resync-level", "batch"], ["--head", "0"],
-    ["--head", "8", "--correction", "tis"], ["--correction", "magic"], ["--advantage", "best"], ["--save-every", "0"], ["--no-such-flag"],
+    ["--head", "8", "--correction", "tis"], ["--correction", "magic"], ["--replay", "r4"], ["--advantage", "best"], ["--save-every", "0"], ["--no-such-flag"],
     ["--model", "/no/such/model"], ["--out", "/proc/nothing/here"], ["--out", __file__]], ids=" ".join)
 def test_bad_arguments_are_refused_in_one_line(argv, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(lesson1, "Sampler", lambda *a, **k: pytest.fail("vLLM was started"))
@@ -367,7 +389,7 @@ def test_quick_run_as_a_new_user_starts_it(tmp_path):
 
 
 def test_a_quick_try_does_not_block_the_real_run(tmp_path, engine, monkeypatch):
-    monkeypatch.setattr(lesson1, "policy", lambda name, tiny=lesson1.policy("sum"): tiny)
+    monkeypatch.setattr(lesson1, "policy", lambda *args, tiny=lesson1.policy("sum"): tiny)
     monkeypatch.setattr(lesson1, "ROOT", tmp_path)
     for extra in (["--quick"], []):
         train.main([*SMALL, *extra], engine)
