@@ -44,6 +44,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MethodType
 
 # This project is text only. An installed torchvision, torchaudio or torchcodec that was built for
 # another torch would break every import of a transformers model: None marks them as absent.
@@ -381,7 +382,7 @@ class Sampler:
     """vLLM around one policy: start, sample, take new weights."""
 
     def __init__(self, path, dtype: str = "bfloat16", logprobs_mode: str = "processed_logprobs",
-                 gpu_memory_utilization: float = 0.3):
+                 gpu_memory_utilization: float = 0.3, head_fp32: bool = False):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")      # the engine in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if DEVICE.type == "cpu":
@@ -401,6 +402,7 @@ class Sampler:
         self.llm = LLM(
             model=str(path), dtype=dtype, seed=0, enforce_eager=DEVICE.type == "cpu",
             max_model_len=self.max_model_len, gpu_memory_utilization=gpu_memory_utilization,
+            hf_overrides={"head_dtype": "float32"} if head_fp32 else None,   # the output layer, see head_in_float32
             logprobs_mode=logprobs_mode,   # vLLM's own default is "raw_logprobs": before the temperature
             max_logprobs=-1, generation_config="vllm",   # not the released model's temperature and top-p
             enable_chunked_prefill=DEVICE.type == "cuda",   # on a CPU vLLM cannot cut a seeded request's prompt in two
@@ -408,15 +410,16 @@ class Sampler:
             use_tqdm_on_load=False)
 
     def sample(self, prompts: list[list[int]], max_tokens: int, seed, group_size: int = 1, head: int = 0,
-               temperature: float = 1.0, top_k: int = -1) -> Rollout:
-        """`group_size` responses to each prompt (token ids), neighbours in the batch.
+               temperature: float = 1.0, top_k: int = -1, rows: slice = slice(None)) -> Rollout:
+        """`group_size` responses to each prompt (token ids), neighbours in the batch; of these only `rows`.
 
-        seed: an int or a list of ints; each response gets its own seed from it.
+        seed: an int or a list of ints; each response of the whole batch gets its own seed from it.
         head: how many of the most likely tokens to record at each position; -1: the vocabulary.
         temperature, top_k: anything but the defaults samples from another distribution."""
         from vllm import SamplingParams
         prompts = [p for p in prompts for _ in range(group_size)]
-        seeds = np.random.default_rng(seed).integers(0, 2**31, len(prompts))
+        seeds = np.random.default_rng(seed).integers(0, 2**31, len(prompts))[rows]
+        prompts = prompts[rows]
         params = [SamplingParams(temperature=temperature, top_p=1.0, top_k=top_k, min_p=0.0, min_tokens=0,
                                  max_tokens=max_tokens, seed=int(s), logprobs=head, flat_logprobs=True,
                                  detokenize=False) for s in seeds]
@@ -469,6 +472,13 @@ class Sampler:
 
 
 # ---------------------------------------------------------------- the trainer's side
+def widen(rollout: Rollout, T: int) -> Rollout:
+    """The rollout, padded on the right to T response positions."""
+    pad = lambda x: torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, T - rollout.ids.shape[1]))
+    names = ("ids", "mask", "logp_sampler", "head_ids", "head_logp", *(("routes",) if rollout.routes is not None else ()))
+    return replace(rollout, **{name: pad(getattr(rollout, name)) for name in names})
+
+
 def micro_batches(rollout: Rollout, vocabulary: int) -> list[slice]:
     """Rows of a rollout, as many at a time as LOGITS_AT_ONCE allows."""
     rows = max(1, LOGITS_AT_ONCE // ((rollout.ids.shape[1] + 1) * vocabulary))
@@ -486,6 +496,15 @@ def response_logits(model, rollout: Rollout) -> Tensor:
                  logits_to_keep=T + 1).logits[:, :-1]
 
 
+def head_in_float32(model) -> None:
+    """From now on the output layer of `model` computes in float32, whatever the layers before it and autocast do: half
+    of a bf16 engine's error comes from there (MiniMax-M1, arXiv 2506.13585). A deep copy of the model keeps it."""
+    def forward(head, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return torch.nn.functional.linear(hidden.float(), head.weight.float())
+    model.lm_head.forward = MethodType(forward, model.lm_head)
+
+
 def token_logp(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature) at `ids`, in float32 (float64 logits stay float64).
     logits (..., T, V), ids (..., T) or (..., T, K) -> nats in the shape of ids."""
@@ -496,11 +515,15 @@ def token_logp(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 
 def score(model, rollout: Rollout, head: bool = False, grad: bool = False):
     """log pi of the sampled tokens (B, T) in nats, 0 on padding; with `head` also of the recorded
-    head ids (B, T, K). Micro-batched, with dropout off, without gradient unless `grad`."""
+    head ids (B, T, K). Micro-batched, with dropout off, without gradient unless `grad`. Raises ValueError
+    for a token that the model does not have (an engine may pad its vocabulary)."""
     model.eval()
-    parts = []
+    V, parts = model.config.get_text_config().vocab_size, []
+    largest = max(int(ids.max()) for ids in (rollout.ids, rollout.head_ids) if ids.numel())
+    if largest >= V:
+        raise ValueError(f"the engine used token {largest}, but the trainer's vocabulary has {V}: they must be the same model")
     with torch.set_grad_enabled(grad):
-        for rows in micro_batches(rollout, model.config.get_text_config().vocab_size):
+        for rows in micro_batches(rollout, V):
             part = rollout[rows]
             ids = torch.cat([part.ids[..., None], part.head_ids], -1) if head else part.ids[..., None]
             parts.append(token_logp(response_logits(model, part), ids, part.temperature))      # one log-softmax for all ids
@@ -550,6 +573,14 @@ def record(arms: dict, kind: str, name: str, mask: Tensor, logp: Tensor, logp_ot
     arms.setdefault(name, (kind, []))[1].append((logp[mask], logp_other[mask]))
 
 
+def precision_arms(arms: dict, roll_fp16: Rollout, roll_head: Rollout, fp32, fp16, bf16_head) -> None:
+    """What a system can do about the gap: float16 on both sides (its mantissa is 8 times finer than bfloat16's; arXiv
+    2510.26788), or the output layer in float32 on both sides."""
+    for name, roll, trainer in (("fp16 engine | fp16 trainer", roll_fp16, fp16), ("fp16 engine | fp32 trainer", roll_fp16, fp32),
+                                ("bf16, fp32 heads | bf16 trainer", roll_head, bf16_head), ("bf16, fp32 head | fp32 trainer", roll_head, fp32)):
+        record(arms, "precision", name, roll.mask, score(trainer, roll), roll.logp_sampler)
+
+
 def healthy_arms(arms: dict, errors: dict, roll16: Rollout, roll32: Rollout, fp32, bf16, exact) -> None:
     """The control, the natural gap of three pairs with each side's error against `exact`, the batch's shape."""
     record(arms, "control", "fp32 trainer twice", roll16.mask, score(fp32, roll16), score(fp32, roll16))
@@ -596,8 +627,11 @@ def measure(path: str, fp32, seed: int, quick: bool) -> tuple[dict, list]:
     max_tokens, lr = (task.max_tokens, 1.5e-3) if tiny else (256, 1e-6)
     bf16 = load_model(path, torch.bfloat16)
     exact = copy.deepcopy(bf16).double()          # float64 arithmetic on the bf16-rounded weights
-    engine16, engine32 = (Sampler(path, dtype, gpu_memory_utilization=0.2) for dtype in ("bfloat16", "float32"))
-    engine_raw = Sampler(path, "bfloat16", logprobs_mode="raw_logprobs", gpu_memory_utilization=0.2)
+    fp16, bf16_head = load_model(path, torch.float16), load_model(path, torch.bfloat16)
+    head_in_float32(bf16_head)
+    engine16, engine32, engine_fp16 = (Sampler(path, dtype, gpu_memory_utilization=0.15) for dtype in ("bfloat16", "float32", "float16"))
+    engine_head = Sampler(path, "bfloat16", head_fp32=True, gpu_memory_utilization=0.15)
+    engine_raw = Sampler(path, "bfloat16", logprobs_mode="raw_logprobs", gpu_memory_utilization=0.15)
     digits, prompts = make_prompts(task, tokenizer, n, np.random.default_rng(seed))
     arms, errors = {}, {}
     for repeat in tqdm(range(repeats), desc="measuring"):
@@ -605,6 +639,7 @@ def measure(path: str, fp32, seed: int, quick: bool) -> tuple[dict, list]:
             return engine.sample(prompts, max_tokens, seed=[seed, repeat], **changes)
         roll16, roll32 = sample(engine16), sample(engine32)
         healthy_arms(arms, errors, roll16, roll32, fp32, bf16, exact)
+        precision_arms(arms, sample(engine_fp16), sample(engine_head), fp32, fp16, bf16_head)
         ahead = copy.deepcopy(fp32)
         one_step(ahead, roll16, rewards(task, digits, roll16, tokenizer), lr)
         bug_arms(arms, roll16, sample, fp32, ahead, engine16, engine_raw)

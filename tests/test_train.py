@@ -1,14 +1,17 @@
 """train.py on the shared engine: the loop, its record, and everything that may go wrong."""
+import copy
 import csv
 import errno
 import json
+import math
 import subprocess
 import sys
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
-from conftest import lesson1
+from conftest import lesson1, rejected
 
 train = import_module("train")
 SMALL = ["--steps", "2", "--prompts", "4", "--group-size", "4"]
@@ -26,7 +29,7 @@ def read(out):
 
 
 def untimed(rows):
-    return [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in rows]
+    return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
 
 
 def test_same_seed_same_csv(tmp_path, engine):
@@ -281,7 +284,7 @@ def test_sampling_that_is_not_neutral_is_refused(tmp_path, engine, monkeypatch):
 # ---------------------------------------------------------------- what a run leaves behind
 def test_checkpoints_load_everywhere_and_the_newest_two_stay(tmp_path, engine, capsys):
     run(tmp_path / "a", engine, "--steps", "3", "--save-every", "1")
-    assert sorted(p.name for p in tmp_path.joinpath("a").iterdir()) == ["checkpoint-2", "checkpoint-3", "metrics.csv", "summary.json", "train.png"]
+    assert sorted(p.name for p in tmp_path.joinpath("a").iterdir()) == ["checkpoint-2", "checkpoint-3", "metrics.csv", "run.json", "summary.json", "train.png"]
     model = lesson1.load_model(tmp_path / "a" / "checkpoint-3")
     engine.sync(model)
     path = lesson1.find_model(str(tmp_path / "a" / "checkpoint-3"))
@@ -294,11 +297,11 @@ def test_checkpoints_load_everywhere_and_the_newest_two_stay(tmp_path, engine, c
 
 def test_checkpoints_are_ordered_by_number_and_appear_whole(tmp_path, trainer, tokenizer, monkeypatch):
     for step in (8, 9, 10, 11):
-        train.save_checkpoint(trainer, tokenizer, tmp_path, step)
+        train.save_checkpoint(trainer, trainer.state_dict(), tokenizer, {}, tmp_path, step)
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-11"}
     monkeypatch.setattr(tokenizer.__class__, "save_pretrained", lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError):
-        train.save_checkpoint(trainer, tokenizer, tmp_path, 12)
+        train.save_checkpoint(trainer, trainer.state_dict(), tokenizer, {}, tmp_path, 12)
     assert not (tmp_path / "checkpoint-12").exists() and (tmp_path / "checkpoint-10").exists()
 
 
@@ -352,12 +355,208 @@ def test_an_error_of_another_kind_is_not_hidden(tmp_path, engine, monkeypatch):
         run(tmp_path / "a", engine)
 
 
+# ---------------------------------------------------------------- resuming
+class Killed(BaseException):
+    """Stands for kill -9: nothing of the run's own clean-up happens after it."""
+
+
+RESUMED = ["--steps", "7", "--staleness", "3", "--lr", "3e-3", "--correction", "dlc", "--save-every", "2"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, engine):
+    return untimed(run(tmp_path_factory.mktemp("whole") / "a", engine, *RESUMED))
+
+
+def interrupt(monkeypatch, where, call):
+    """Kills the run at the given call of a function of train.py, lesson 1 or shutil, before or half-way through."""
+    owner, name = where
+    real, calls = getattr(owner, name), []
+
+    def killed(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise Killed
+        return real(*args, **kwargs)
+    monkeypatch.setattr(owner, name, killed)
+
+
+@pytest.mark.parametrize("where, call", [((train, "append_row"), 1), ((train, "append_row"), 4), ((train, "append_row"), 6), ((train, "save_checkpoint"), 2), ((train.torch, "save"), 1),
+                                         ((train.torch, "save"), 3), ((train.os, "replace"), 4), ((train.shutil, "rmtree"), 4), ((train, "draw"), 1)],
+                         ids=lambda x: x[1] if isinstance(x, tuple) else str(x))
+def test_a_killed_run_resumes_bit_for_bit(where, call, uninterrupted, tmp_path, engine, monkeypatch):
+    """Before a row, between two parts of a checkpoint, while old ones are deleted: the CSV is that of the uninterrupted run."""
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        interrupt(patch, where, call)
+        run(tmp_path / "a", engine, *RESUMED)
+    train.main(["--resume", str(tmp_path / "a")], engine)
+    assert untimed(read(tmp_path / "a")) == uninterrupted
+    assert not list(tmp_path.glob("a/*.tmp")) or where[1] in ("save", "rmtree", "replace")
+    assert (tmp_path / "a" / "checkpoint-7" / "state.pt").exists() and (tmp_path / "a" / "summary.json").exists()
+
+
+def check_resume(uninterrupted, tmp_path, engine):
+    """Killed before row 5, with weights of the sampler one step old at the checkpoint; resumed from step 4."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        interrupt(patch, (train, "append_row"), 6)
+        run(tmp_path, engine, *RESUMED)
+    train.main(["--resume", str(tmp_path)], engine)
+    assert untimed(read(tmp_path)) == uninterrupted
+
+
+@pytest.mark.parametrize("lost", ["optimizer", "schedule", "old", "synced"])
+def test_resume_rejects_a_forgotten_part(lost, uninterrupted, tmp_path, engine, monkeypatch):
+    check_resume(uninterrupted, tmp_path / "right", engine)
+    load = torch.load
+
+    def forgetful(path, **kwargs):
+        state = load(path, **kwargs)
+        if lost == "optimizer":
+            for entry in state["optimizer"]["state"].values():
+                entry["exp_avg"].zero_()
+        elif lost == "schedule":
+            state["schedule"].update(last_epoch=0, _step_count=1)
+        elif lost == "old":
+            state["old"] = {k: v * 1.01 for k, v in state["old"].items()}
+        else:
+            state["synced"] = 4
+        return state
+    monkeypatch.setattr(train.torch, "load", forgetful)
+    rejected(lambda _: check_resume(uninterrupted, tmp_path / "wrong", engine), lost)
+
+
+def test_kill_minus_nine(tmp_path):
+    """The real thing: SIGKILL in the middle of a run of its own process, then --resume in another."""
+    import signal
+    import time
+    command = [sys.executable, str(lesson1.ROOT / "train.py"), "--quick", "--steps", "40", "--save-every", "2", "--out", str(tmp_path / "a")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not len(train.checkpoints(tmp_path / "a")) >= 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "a" / "summary.json").exists()
+    result = subprocess.run([sys.executable, str(lesson1.ROOT / "train.py"), "--resume", str(tmp_path / "a")], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert [int(row["step"]) for row in read(tmp_path / "a")] == list(range(40)) and train.checkpoints(tmp_path / "a") == [38, 40]
+
+
+def test_what_cannot_be_resumed_says_so(tmp_path, engine, capsys):
+    run(tmp_path / "a", engine)
+    for argv, message in ((["--resume", str(tmp_path / "a")], "has ended"), (["--resume", str(tmp_path / "b")], "no run.json"),
+                          (["--resume", str(tmp_path / "a"), "--lr", "1"], "no other flag")):
+        with pytest.raises(SystemExit) as exit:
+            train.main(argv, engine)
+        error = capsys.readouterr().err
+        assert exit.value.code == 2 and error.count("\n") == 1 and message in error
+
+
+# ---------------------------------------------------------------- faults
+def test_tokens_without_a_finite_logprob_are_counted_and_not_trained_on(tmp_path, engine, monkeypatch, capsys):
+    """NaN and -inf from the engine: the gradient is that of the tokens that are left."""
+    sample = engine.sample
+
+    def broken(*args, **kwargs):
+        rollout = sample(*args, **kwargs)
+        if "group_size" in kwargs:
+            rollout.logp_sampler[0, 1], rollout.logp_sampler[3, 0] = float("nan"), float("-inf")
+            if rollout.head_logp.shape[-1]:
+                rollout.head_logp[0, 1] = float("nan")
+        return rollout
+    for flags in ((), ("--correction", "dlc"), ("--correction", "seq-is")):
+        healthy = run(tmp_path / f"healthy-{len(flags) and flags[1]}", engine, *flags, "--staleness", "1")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "sample", broken)
+            rows = run(tmp_path / f"broken-{len(flags) and flags[1]}", engine, *flags, "--staleness", "1")
+        assert [row["not_finite"] for row in rows] == ["2", "2"] and [row["not_finite"] for row in healthy] == ["0", "0"]
+        assert int(rows[0]["tokens"]) == int(healthy[0]["tokens"]) - 2
+        assert all(torch.isfinite(torch.tensor([float(v) for v in row.values()])).all() for row in rows)
+        assert "2 tokens without a finite log-prob" in capsys.readouterr().out
+    model = lesson1.load_model(tmp_path / "broken-dlc" / "checkpoint-2")
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, engine, monkeypatch, capsys):
+    monkeypatch.setitem(train.CORRECTIONS, "none", lambda logp, *rest: torch.full_like(logp, float("inf")))
+    with pytest.raises(SystemExit) as exit:
+        run(tmp_path / "a", engine)
+    error = capsys.readouterr().err
+    assert exit.value.code == 1 and error.count("\n") == 1 and "not finite" in error and "holds 0 steps" in error
+
+
+def test_a_token_that_the_trainer_does_not_have_is_refused(tmp_path, engine, monkeypatch, capsys):
+    """An engine whose vocabulary is padded."""
+    sample = engine.sample
+
+    def padded(*args, **kwargs):
+        rollout = sample(*args, **kwargs)
+        if "group_size" in kwargs:
+            rollout.head_ids[0, 0, 0] = 17
+        return rollout
+    monkeypatch.setattr(engine, "sample", padded)
+    with pytest.raises(SystemExit) as exit:
+        run(tmp_path / "a", engine, "--correction", "dlc")
+    error = capsys.readouterr().err
+    assert exit.value.code == 1 and error.count("\n") == 1 and "token 17" in error and "vocabulary has 17" in error
+
+
+# ---------------------------------------------------------------- precision
+def test_precision_flags_reach_both_sides(tmp_path, tiny):
+    """Each in a process of its own engine: the size of the discrepancy tells who computes in what."""
+    size = {}
+    for name, flags in {"bf16 | fp32": [], "fp16 | fp16": ["--engine-dtype", "float16", "--trainer-dtype", "float16"],
+                        "bf16 | bf16": ["--trainer-dtype", "bfloat16"], "bf16, fp32 heads | bf16": ["--trainer-dtype", "bfloat16", "--head-fp32"]}.items():
+        train.main([*SMALL, "--steps", "1", "--prompts", "16", "--out", str(tmp_path / name), "--model", str(tiny), *flags])
+        size[name] = float(read(tmp_path / name)[0]["discrepancy_k3"])
+        assert math.isfinite(float(read(tmp_path / name)[0]["grad_norm"]))
+    assert size["fp16 | fp16"] < size["bf16 | fp32"] / 10 and size["fp16 | fp16"] < size["bf16 | bf16"] / 10
+
+
+def test_a_float32_head_under_autocast(trainer, engine, tokenizer):
+    """The output layer's own error goes; a deep copy keeps it so."""
+    _, prompts = lesson1.make_prompts(lesson1.TASKS["sum"], tokenizer, 16, np.random.default_rng(0))
+    engine.sync(trainer)
+    rollout = engine.sample(prompts, 9, seed=0)
+    exact = lesson1.score(trainer, rollout)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = lesson1.score(trainer, rollout)
+        lesson1.head_in_float32(trainer)
+        head = lesson1.score(trainer, rollout)
+        copied = copy.deepcopy(trainer)
+        assert torch.equal(lesson1.score(copied, rollout), head)
+        with torch.no_grad():
+            trainer.lm_head.weight.mul_(2)
+        assert torch.equal(lesson1.score(copied, rollout), head) and not torch.equal(lesson1.score(trainer, rollout), head)
+    error = lambda logp: (logp - exact)[rollout.mask].square().mean()
+    assert error(head) < 0.8 * error(rounded)
+
+
+# ---------------------------------------------------------------- several processes
+def test_two_processes_make_the_same_run_as_one(tmp_path, tiny):
+    """Two gloo ranks, FSDP2, a sampler each: losses, gradient norms and the final weights of one process on the same global batch."""
+    flags = ["--model", str(tiny), "--steps", "4", "--prompts", "4", "--group-size", "4", "--staleness", "1", "--correction", "dlc", "--engine-dtype", "float32", "--save-every", "2"]
+    one = subprocess.run([sys.executable, str(lesson1.ROOT / "train.py"), *flags, "--out", str(tmp_path / "one")], capture_output=True, text=True, timeout=240)
+    assert one.returncode == 0, one.stderr[-2000:]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611", str(lesson1.ROOT / "train.py")]
+    two = subprocess.run([*launch, *flags, "--out", str(tmp_path / "two")], capture_output=True, text=True, timeout=300)
+    assert two.returncode == 0, two.stderr[-3000:]
+    rows, others = read(tmp_path / "one"), read(tmp_path / "two")
+    assert len(rows) == len(others) == 4
+    for a, b in zip(untimed(rows), untimed(others)):
+        for name in a:
+            assert abs(float(a[name]) - float(b[name])) < 1e-5 * max(1, abs(float(a[name]))), name
+    a, b = (lesson1.load_model(tmp_path / name / "checkpoint-4") for name in ("one", "two"))
+    assert max((x - y).abs().max() for x, y in zip(a.parameters(), b.parameters())) < 1e-5
+    assert a.config.architectures == b.config.architectures == ["Qwen3ForCausalLM"]
+
+
 # ---------------------------------------------------------------- bad arguments
 @pytest.mark.parametrize("argv", [
     ["--steps", "0"], ["--steps", "-3"], ["--steps", "x"], ["--prompts", "0"], ["--group-size", "0"], ["--group-size", "1"],
     ["--max-tokens", "0"], ["--lr", "0"], ["--lr", "-1e-3"], ["--lr", "nan"], ["--lr", "inf"], ["--staleness", "-1"], ["--seed", "-1"],
     ["--resync-ess", "1.5"], ["--resync-ess", "-0.1"], ["--resync-ess", "nan"], ["--resync-level", "batch"], ["--head", "0"],
     ["--head", "8", "--correction", "tis"], ["--correction", "magic"], ["--replay", "r4"], ["--advantage", "best"], ["--save-every", "0"], ["--no-such-flag"],
+    ["--engine-dtype", "int8"], ["--trainer-dtype", "float8"], ["--resume", "/no/such/run"], ["--resume", "/no/such/run", "--steps", "3"],
     ["--model", "/no/such/model"], ["--out", "/proc/nothing/here"], ["--out", __file__]], ids=" ".join)
 def test_bad_arguments_are_refused_in_one_line(argv, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(lesson1, "Sampler", lambda *a, **k: pytest.fail("vLLM was started"))
