@@ -412,24 +412,37 @@ def arm_rows(records: list[dict]) -> list[dict]:
     return rows
 
 
-def first(steps, values, above: float):
-    """The first of the steps at which the value is above; None if there is none."""
-    return next((k for k, v in zip(steps, values) if v is not None and v > above), None)
+def threshold(records: list[dict], prefixes: str = "fresh", factor: float = 3.0) -> np.ndarray:
+    """What counts as harm, checkpoint by checkpoint: `factor` times the floor, or times what the on-policy runs have at this
+    checkpoint where that is more (two on-policy runs are furthest apart while they learn fastest)."""
+    curve = np.mean([r[f"kl {prefixes}"] for r in records if r["arm"] == "on-policy"], 0)
+    return factor * np.maximum(curve, curve.mean())
 
 
-def alarms(records: list[dict], factor: float = 3.0) -> list[dict]:
-    """Of stale runs that are never resynchronised: did the level's alarm come before the harm (fresh KL above `factor` times the
-    floor), and how often in runs that stayed below?"""
+def first(steps, values, above):
+    """The first of the steps at which the value is above (a number, or one a step); None if there is none."""
+    above = np.broadcast_to(above, len(values))
+    return next((k for k, v, limit in zip(steps, values, above) if v > limit), None)
+
+
+def main_runs(records: list[dict], name: str) -> list[dict]:
+    """A task's runs with its own period, or DLC's number of syncs: not those of milder staleness."""
+    return [r for r in records if r["setting"] == name and (r["period"] is None or r["arm"] == "dlc, periodic")]
+
+
+def alarms(records: list[dict]) -> list[dict]:
+    """Of stale runs that are never resynchronised: did the level's alarm come before the harm (fresh KL above the threshold), and
+    how often in runs that stayed below?"""
     levels = {"ESS of tokens < 1/2": lambda r: np.array(r["ess_token"]) < 0.5, "ESS of responses < 1/2": lambda r: np.array(r["ess_sequence"]) < 0.5,
               "ESS of responses x min(1, mean ratio) < 1/2": lambda r: np.array(r["ess_sequence"]) * np.minimum(1, r["mean_ratio"]) < 0.5,
               "mean ratio < 0.8": lambda r: np.array(r["mean_ratio"]) < 0.8}
     stale = [r for r in records if r["arm"] not in RESYNCED | {"on-policy", "dlc, periodic"} and r["task"] != "free"]
-    floors = {name: floor([r for r in records if r["setting"] == name]) for name in {r["setting"] for r in stale}}
+    limits = {name: threshold([r for r in records if r["setting"] == name]) for name in {r["setting"] for r in stale}}
     rows = []
     for level, rings in levels.items():
         row = {"level": level, "before": 0, "late": 0, "quiet": 0, "false": 0, "leads": []}
         for r in stale:
-            harm = first(r["at"], r["kl fresh"], factor * floors[r["setting"]])
+            harm = first(r["at"], r["kl fresh"], limits[r["setting"]])
             rung = first(range(len(r["reward"])), rings(r).astype(float), 0.5)
             if harm is None:
                 row["quiet"] += 1
@@ -443,7 +456,7 @@ def alarms(records: list[dict], factor: float = 3.0) -> list[dict]:
     return rows
 
 
-def prefixes(records: list[dict], threshold: float = 0.2) -> list[dict]:
+def prefixes(records: list[dict], common: float = 0.2) -> list[dict]:
     """A row an arm of the early-stop task: KL at early and late positions on both kinds of prefixes, and the first step above a
     common threshold and above three times the prefixes' own floor, seed by seed."""
     rows = []
@@ -452,8 +465,8 @@ def prefixes(records: list[dict], threshold: float = 0.2) -> list[dict]:
         for kind in ("fresh", "sampler"):
             for part in (" early", " late"):
                 row[kind + part] = [mean_kl(r, kind, part) for r in mine]
-            row[f"{kind} above {threshold}"] = [first(r["at"], r[f"kl {kind}"], threshold) for r in mine]
-            row[f"{kind} above 3 floors"] = [first(r["at"], r[f"kl {kind}"], 3 * floor(records, kind)) for r in mine]
+            row[f"{kind} above {common}"] = [first(r["at"], r[f"kl {kind}"], common) for r in mine]
+            row[f"{kind} above 3 floors"] = [first(r["at"], r[f"kl {kind}"], threshold(records, kind)) for r in mine]
         rows.append(row)
     return rows
 
@@ -492,7 +505,7 @@ def report(result: dict) -> None:
         return
     every = list(result["study"].values())
     for name in ("sum", "stop"):
-        report_arms(f"study, {name}", [r for r in every if r["setting"] == name and r["period"] not in (4, 16)])
+        report_arms(f"study, {name}", main_runs(every, name))
     print("\nstudy, stop: KL by position (early: the first four tokens), and the step at which it first exceeds 0.2 nats, and three times its own floor")
     for row in prefixes([r for r in every if r["setting"] == "stop"]):
         print(f"{row['arm']:18}" + "".join(f"| {kind} prefixes: early {np.mean(row[kind + ' early']):.3f} late {np.mean(row[kind + ' late']):.3f}  above .2 {show(row[f'{kind} above 0.2']):16} above 3 floors {show(row[f'{kind} above 3 floors']):16}"
@@ -532,7 +545,7 @@ def draw(result: dict, path: Path) -> None:
         every = list(result["study"].values())
         middle.clear()
         for name, marker, shift in (("sum", "o", -0.15), ("stop", "^", 0.15)):
-            rows = arm_rows([r for r in every if r["setting"] == name and r["period"] not in (4, 16)])
+            rows = arm_rows(main_runs(every, name))
             for i, row in enumerate(rows):
                 middle.semilogy([i + shift] * row["seeds"], row["fresh"], "k" + marker, markersize=5, markerfacecolor="w" if name == "stop" else "k",
                                 label={"sum": "running sum", "stop": "early stop"}[name] if i == 0 else None)

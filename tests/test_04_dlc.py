@@ -531,6 +531,18 @@ def test_rows_of_the_arms():
     assert rows["on-policy"]["fresh"] == pytest.approx([0.5, 1.5]) and rows["none"]["fresh"] == pytest.approx([10.0]) and rows["none"]["sampler"] == pytest.approx([10.0])
 
 
+def test_threshold_follows_the_floor_where_it_is_high():
+    """Floor .2 on the mean, .5 at the second checkpoint; other arms do not count."""
+    records = [record("on-policy", [0.0, 0.4, 0.1]), record("on-policy", [0.1, 0.6, 0.0], 1), record("none", [9.0, 9.0, 9.0])]
+    assert lesson4.threshold(records).tolist() == pytest.approx([0.6, 1.5, 0.6]) and lesson4.threshold(records, "sampler").tolist() == pytest.approx([0.06, 0.15, 0.06])
+    assert lesson4.first([0, 2, 4], [0.5, 1.4, 0.7], lesson4.threshold(records)) == 4 and lesson4.first([0, 2], [0.1, 0.2], 0.2) is None
+
+
+def test_main_runs_leave_the_milder_ones_out():
+    runs = [record("tis", [0.0], period=None), record("tis", [0.0], period=16), record("dlc, periodic", [0.0], period=16), record("tis", [0.0], setting="stop")]
+    assert lesson4.main_runs(runs, "sum") == [runs[0], runs[2]]
+
+
 def check_alarms(alarms):
     """Harm at the checkpoint of step 2 or 4; an alarm in the same step is late."""
     low = lambda step: [1.0] * step + [0.4] * (6 - step)
