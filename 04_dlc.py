@@ -6,9 +6,10 @@ resynchronises the sampler when too little of its samples is left. With q = mu(.
 r_v = pi_theta(v) / pi_{theta_s}(v) the lag ratio, f(r) = min(r, C), s_v = grad log pi_theta(v), the loss per token is
 
     L_t = -A [ sg(f(r_a)) log pi(a)  -  sum_v sg(q_v f(r_v)) log pi(v) ]         sg: a constant to the gradient
-               clip the lag             center: what the first term is on average under the engine
+               clip the lag             center: its gradient is the first one's average under the engine
 
-and the batch is refused, the sampler synced and the batch sampled again if ESS(r) < 1/2 before the update.
+and the batch is refused, the sampler synced and the batch sampled again if ESS(r) = (sum r)^2 / (n sum r^2) < 1/2 before
+the update, r being the product of a whole response's lag ratios (lesson 2).
 
 This is a RECONSTRUCTION: of the paper ("On the Origin and Evolution of Training-Inference Mismatch in LLM
 Reinforcement Learning", Li, Zhou, Lan 2026) we could read the abstract only. The centre is that of score centering
@@ -22,20 +23,24 @@ centering leaves is Cov_q(A, s) in place of Cov_pi(A, s), first order in q - pi 
 The measure is KL(on-policy || run), per token, exact over the vocabulary, by the trainer, on fresh responses of an
 on-policy run at the same step, mean over checkpoints; its floor is the same KL of other on-policy runs.
 
+The head of a distribution is its K most likely tokens. The engine can record it at every position; where K is not the
+whole vocabulary, the rest, the tail, is modelled. An arm is one way to train; arms are compared on the same seeds.
+
 Run it:  python 04_dlc.py            a CPU: on-policy twice, none, TIS, DLC on the running sum, under 4 min
-         python 04_dlc.py --study    every arm, both tasks, 3 to 5 seeds, the discrepancy alone: about 2 h, resumable
+         python 04_dlc.py --study    every arm on two tasks, 3 to 5 seeds; the discrepancy alone on a third: 165 runs,
+                                     under 2 h, resumable
          --model Qwen/Qwen3-0.6B     a CUDA GPU (not run yet)
 Expect:  with a sampler that is hardly ever synced, no correction far from on-policy, TIS nearer, DLC near the floor
-         with a handful of syncs; numbers in figures/04_dlc.json, picture in figures/04_dlc.png.
+         with 5 to 11 syncs in 80 steps; numbers in figures/04_dlc.json, picture in figures/04_dlc.png.
 
 Exercises (tests/test_04_dlc.py grades the functions):
- 1. Write `centre` for K = V (two lines) and for a head with a modelled tail (six more); test_centre.
- 2. Predict the centre's gradient where w = pi / q with full support, and where the weight is truncated: which of lesson
-    2's weights need no centering? test_untruncated_weight_needs_no_centre.
- 3. Write `lag_ess` so that padding does not count, and find log-ratios whose ESS is 1 while half of the mass is gone
-    (1 line each); test_lag_ess.
- 4. Give the arm "dlc" PPO's rule for min(r, C) in `ARMS` (1 line: `partial(dlc, f=ppo_rule)`) and run again: which clip
-    stays nearer to on-policy? Then the cap: C = 1.2, C = 10.
+ 1. Write `centre` for K = V (three lines) and for a head with a modelled tail (four more); test_centre.
+ 2. Predict the centre's gradient where w = pi / q with full support (pass log q for `head_logp_old`, with f(r) = r), and
+    where that weight is truncated: which of lesson 2's weights need no centering? test_untruncated_weight_needs_no_centre.
+ 3. Write `lag_ess` so that padding does not count (1 line; test_lag_ess), and find log-ratios whose ESS is 1 while half of
+    the mass is gone (1 line; test_blind_spot_has_an_alarm).
+ 4. Write `ppo_rule` (2 lines; test_ppo_rule_reads_the_sign_for_every_token), swap it into the arm "dlc" of `ARMS` and run
+    with --out runs/ppo: which clip stays nearer to on-policy? Then min(r, C) with C = 1.2 and C = 10.
 """
 import copy
 import hashlib
@@ -87,17 +92,18 @@ def centre(head_logp: Tensor, head_logp_old: Tensor, head_logp_sampler: Tensor, 
     head_logp*: (B, T, K) log-probs of the sampler's K most likely tokens under pi_theta (with its graph), pi_{theta_s}
     and mu, normalised over the full vocabulary. K = vocabulary: exact. Otherwise the tail is modelled (arXiv
     2609.20807, eq. 12, with a third policy): mu and pi_{theta_s} are multiples of pi there, and sum_v pi_v s_v = 0
-    turns the tail's part into one over the head. A difference in GRADIENT is what the model costs, not one in value."""
+    turns the tail's part into one over the head; f must be bounded then. A difference in GRADIENT is what the model
+    costs, not one in value."""
     pi, old, q = (x.detach().exp() for x in (head_logp, head_logp_old, head_logp_sampler))
-    # c_v = q_v f(r_v)
-    c = q * f(head_logp.detach() - head_logp_old, advantage[:, None])
+    # coefficient of log pi(v): q_v f(r_v)
+    coefficient = q * f(head_logp.detach() - head_logp_old, advantage[:, None])
     if head_logp.shape[-1] < vocabulary:
         tail_pi, tail_old, tail_q = (1 - x.sum(-1, keepdim=True) for x in (pi, old, q))
         # rho_x = (1 - x_H) / (1 - pi_H);  on the tail r = 1 / rho_s
         rho_q, rho_s = (x.clamp(min=0) / tail_pi.clamp(min=TAIL_FLOOR) for x in (tail_q, tail_old))
-        # alpha = rho_q f(1 / rho_s);  c_v = q_v f(r_v) - alpha pi_v
-        c = c - rho_q * f(-rho_s.log(), advantage[:, None]) * pi
-    return (c * head_logp).sum(-1)
+        # alpha = rho_q f(1 / rho_s);  q_v f(r_v) - alpha pi_v
+        coefficient = coefficient - rho_q * f(-rho_s.log(), advantage[:, None]) * pi
+    return (coefficient * head_logp).sum(-1)
 
 
 # ---------------------------------------------------------------- resynchronise the sampler
@@ -108,8 +114,8 @@ def lag_ess(lag: Tensor, mask: Tensor, level: str = "sequence") -> float:
 
 
 def mean_ratio(lag: Tensor, mask: Tensor) -> float:
-    """Mean lag ratio of the tokens. Predicted 1, since E_{pi_s}[pi / pi_s] = 1; below it, the trainer's mass has gone
-    where the sampler does not look, which the ESS does not see."""
+    """Mean lag ratio of the tokens. Predicted 1, since E_{pi_s}[pi / pi_s] = 1 (and mu is pi_s up to the discrepancy); below
+    it, the trainer's mass has gone where the sampler does not look, which the ESS does not see."""
     return lesson2.ratio(lag[mask].double()).mean().item()
 
 
@@ -127,9 +133,9 @@ def dlc_loss(logp: Tensor, logp_old: Tensor, head_logp: Tensor, head_logp_old: T
     # clip the lag, and nothing but the lag: w = f(r_a)
     w = torch.where(mask, f(lag, advantage), 0.0)
     # center the discrepancy: sum_v sg(q_v f(r_v)) log pi(v)
-    mean = centre(head_logp, head_logp_old, head_logp_sampler, advantage, vocabulary, f)
-    # L = -sum A (w log pi - centre) / N
-    return lesson2.policy_loss(logp, w, advantage, mask, int(mask.sum()), mean)
+    c = centre(head_logp, head_logp_old, head_logp_sampler, advantage, vocabulary, f)
+    # L = -sum A (w log pi - c) / N
+    return lesson2.policy_loss(logp, w, advantage, mask, int(mask.sum()), c)
 
 
 # ---------------------------------------------------------------- the arms
@@ -210,7 +216,7 @@ def kl(reference, model, rollout) -> Tensor:
 
 
 def by_position(values: Tensor, mask: Tensor) -> list[float]:
-    """Mean over all response tokens, over the early ones, over the late ones (NaN where there is none)."""
+    """Mean over all response tokens, over the first EARLY ones, over the later ones (NaN where there is none)."""
     early = (torch.arange(mask.shape[1], device=mask.device) < EARLY).expand_as(mask)
     return [values[where].double().mean().item() for where in (mask, mask & early, mask & ~early)]
 
@@ -224,7 +230,7 @@ def entropy(model, rollout) -> float:
 
 
 def held_out(trainer, sampler, setting: Setting, tokenizer, n: int) -> dict:
-    """Mean reward on n prompts that no run trains on, sampled and greedy, and the share of right digits after EARLY."""
+    """Mean reward on n prompts that no run trains on, sampled and greedy."""
     task = lesson1.TASKS[setting.task]
     digits, prompts = lesson1.make_prompts(task, tokenizer, n, np.random.default_rng([2**40, 7]))
     sampler.sync(trainer)
@@ -232,10 +238,6 @@ def held_out(trainer, sampler, setting: Setting, tokenizer, n: int) -> dict:
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         rollout = sampler.sample(prompts, setting.max_tokens or task.max_tokens, seed=0, temperature=temperature)
         result[name] = lesson1.rewards(task, digits, rollout, tokenizer).mean().item()
-        if setting.task == "stop" and name == "sampled":
-            ids, right = rollout.ids.cpu().numpy(), lesson1.right_digits(task, digits)
-            T = min(ids.shape[1], task.length)
-            result["late"] = float((ids[:, EARLY:T] == right[:, EARLY:T]).sum() / right[:, EARLY:].size)
     return result
 
 
@@ -275,6 +277,7 @@ def training(model, sampler, tokenizer, setting: Setting, arm: str, seed: int, n
     optimizer = getattr(torch.optim, setting.optimizer)(model.parameters(), lr=setting.lr, weight_decay=0.0)
     perturb = lesson3.weight_noise(noise, seed) if noise else None
     period = period or (1 if arm == "on-policy" else setting.period)
+    # lesson 5 passes a loss of its own
     arguments = {"loss": ARMS.get(arm), "head": setting.head if arm in CENTERED else 0, **changes}
     return tqdm(lesson3.grpo(model, sampler, lesson1.TASKS[setting.task], tokenizer, optimizer, steps=setting.steps, period=period, seed=seed, prompts=setting.prompts,
                              max_tokens=setting.max_tokens, advantage=setting.advantage, perturb=perturb, decay=setting.decay, **arguments), total=setting.steps, desc=desc or f"{setting.task}: {arm}, seed {seed}")
@@ -335,23 +338,27 @@ def peaked(V: int, n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def tail_model(start, sampler, tokenizer, setting: Setting, seed: int) -> dict:
-    """The tail model's error against K: on real responses, four steps after a sync, and on 150,000 tokens."""
+    """The tail model's error against K: on real responses, four steps after a sync, where the engine recorded the whole
+    vocabulary; and on 150,000 tokens."""
+    peak = {"peaked, V = 150,000": tail_errors(*peaked(150_000, 16, seed), (1, 8, 32, 128, 512, 2048))}
+    if setting.head != -1:
+        return peak
     model = copy.deepcopy(start)
     setting = replace(setting, steps=5, decay=False)
     for batch in training(model, sampler, tokenizer, setting, "dlc, no resync", seed, desc="tail model"):
         last = batch
     mask, V = last.rollout.mask, last.vocabulary
+    # from the order in which the engine ranked the tokens to that of the vocabulary
     with torch.no_grad():
         order = lambda x: torch.full((*mask.shape, V), -torch.inf, device=x.device).scatter(2, last.rollout.head_ids, x)[mask].double()
         logits, logp_old, logp_sampler = map(order, (last.head_logp, last.head_logp_old, last.rollout.head_logp))
-    result = {f"the policy, V = {V}, 4 steps stale": tail_errors(logits, logp_old, logp_sampler, (1, 2, 4, 8, 12, 16))}
-    result["peaked, V = 150,000"] = tail_errors(*peaked(150_000, 16, seed), (1, 8, 32, 128, 512, 2048))
-    return result
+    return {f"the policy, V = {V}, 4 steps stale": tail_errors(logits, logp_old, logp_sampler, (1, 2, 4, 8, 12, 16)), **peak}
 
 
 # ---------------------------------------------------------------- the study
 def plan() -> list[tuple]:
-    """(setting, arm, seed, noise, period) of every run. period None: the setting's; "as dlc": as many syncs as DLC had."""
+    """(setting, arm, seed, noise, period) of every run. period None: the setting's; "as dlc": about as many syncs as DLC had
+    with this seed, at equal distances."""
     runs = []
     for name in ("sum", "stop"):
         runs += [(name, arm, seed, 0.0, "as dlc" if arm == "dlc, periodic" else None) for arm in ARMS for seed in range(5 if arm in MAIN else 3)]
@@ -365,7 +372,7 @@ def plan() -> list[tuple]:
 
 def study(sampler, result: dict, done: dict, path: Path) -> dict:
     """Every run of the plan. `path`, the lesson's JSON, is written after each of them; what it held before (`done`), from the
-    same policy and settings, is not run again."""
+    same policy and settings, is not run again. It does not know that you changed the code: delete "study" there then."""
     started, references, records = {}, {}, {}
     for number, (name, arm, seed, noise, period) in enumerate(plan()):
         setting = SETTINGS[name]
@@ -406,7 +413,7 @@ def arm_rows(records: list[dict]) -> list[dict]:
     rows = []
     for arm in dict.fromkeys(r["arm"] for r in records):
         mine = [r for r in records if r["arm"] == arm]
-        rows.append({"arm": arm, "seeds": len(mine), "accuracy": [r["sampled"] for r in mine], "late": [r["late"] for r in mine if "late" in r],
+        rows.append({"arm": arm, "seeds": len(mine), "accuracy": [r["sampled"] for r in mine],
                      "fresh": [mean_kl(r) / floor(records) for r in mine], "sampler": [mean_kl(r, "sampler") / floor(records, "sampler") for r in mine],
                      "syncs": [r["syncs"] for r in mine], "dropped": float(np.mean([r["dropped"] for r in mine])), "seconds": float(np.mean([r["seconds"] for r in mine]))})
     return rows
@@ -436,6 +443,7 @@ def alarms(records: list[dict]) -> list[dict]:
     levels = {"ESS of tokens < 1/2": lambda r: np.array(r["ess_token"]) < 0.5, "ESS of responses < 1/2": lambda r: np.array(r["ess_sequence"]) < 0.5,
               "ESS of responses x min(1, mean ratio) < 1/2": lambda r: np.array(r["ess_sequence"]) * np.minimum(1, r["mean_ratio"]) < 0.5,
               "mean ratio < 0.8": lambda r: np.array(r["mean_ratio"]) < 0.8}
+    # periodic DLC is synced more often the earlier DLC's alarm rang: it is no independent case
     stale = [r for r in records if r["arm"] not in RESYNCED | {"on-policy", "dlc, periodic"} and r["task"] != "free"]
     limits = {name: threshold([r for r in records if r["setting"] == name]) for name in {r["setting"] for r in stale}}
     rows = []
@@ -485,15 +493,16 @@ def report_arms(title: str, records: list[dict]) -> None:
 
 
 def blind_spot(records: list[dict]) -> str:
-    """How often the ESS of responses says that all is well while a fifth of the trainer's mass is out of the sampler's sight."""
-    steps = [(e, m) for r in records for e, m in zip(r["ess_sequence"], r["mean_ratio"])]
-    return f"{sum(m < 0.8 and e >= 0.5 for e, m in steps)} of {len(steps)} steps have an ESS of at least 1/2 and a mean ratio below .8; {sum(m < 0.8 for e, m in steps)} a mean ratio below .8"
+    """How often the ESS of responses says that all is well while a fifth of the trainer's mass is out of the sampler's sight: in
+    stale runs that are never resynchronised."""
+    steps = [(e, m) for r in records if r["arm"] not in RESYNCED | {"on-policy"} for e, m in zip(r["ess_sequence"], r["mean_ratio"])]
+    return f"{sum(m < 0.8 and e >= 0.5 for e, m in steps)} of {len(steps)} stale steps have an ESS of at least 1/2 and a mean ratio below .8; {sum(m < 0.8 for e, m in steps)} a mean ratio below .8"
 
 
 def report(result: dict) -> None:
     """The tables, predicted beside measured."""
     lag, mask = torch.full((8, 3), -0.5), torch.ones(8, 3, dtype=torch.bool)
-    print(f"\nwhat the ESS cannot see: all log-ratios -0.5, predicted | measured: ESS 1 | {lag_ess(lag, mask):.2f}, mean ratio exp(-0.5) = .61 | {mean_ratio(lag, mask):.2f}")
+    print(f"\nwhat the ESS cannot see, by construction: all log-ratios -0.5 give an ESS of {lag_ess(lag, mask):.2f} and a mean ratio of {mean_ratio(lag, mask):.2f}")
     print(f"in these runs: {blind_spot(list(result['default'].values()))}")
     print("\nthe centre from a head of K with the modelled tail: error of its gradient, relative")
     for name, rows in result["tail"].items():
@@ -540,7 +549,7 @@ def draw(result: dict, path: Path) -> None:
     left.set(xlabel="step", ylabel="KL(on-policy || run), nats a token", title=f"One seed, sampler synced every {result['settings']['period']} steps")
     left.legend(fontsize=8)
     middle.set(xlabel="step", ylabel="mean reward")
-    right.set(xlabel="step", ylabel="ESS of responses, share of the batch")
+    right.set(xlabel="step", ylabel="ESS of the batch trained on (1 after a resync)")
     if "study" in result:
         every = list(result["study"].values())
         middle.clear()

@@ -8,28 +8,29 @@ sampler's picks into the trainer:
     p = softmax(W x)                     router, at the trainer's weights and activations
     I = the k largest of p               live;        I = what the sampler picked    replayed
     g_i = p_i / sum_{j in I} p_j         gates, always from the trainer's p: gradients reach the router
-    y = sum_{i in I} g_i E_i(x)
+    y = sum_{i in I} g_i expert_i(x)
 
 R3 replays the sampler's picks wherever the trainer scores a response. R2 (MiniRL, arXiv 2512.01374; "routing replay" in
 GSPO) replays the trainer's own picks at the sampler's weights while it updates: it leaves the engine's part alone, and
 keeps the experts of a response fixed while the weights move away.
 
 Words: a pick is a router's choice of k experts for one input token; a flip is a pick that two computations make
-differently, as a set: the order does not count. F(tau): share of tokens whose probability ratio, or its inverse, exceeds tau.
+differently, as a set: the order does not count; routes are the picks of all input tokens in all L layers, (B, P + T, L, k) for
+P prompt and T response positions. F(tau): share of tokens whose probability ratio, or its inverse, exceeds tau.
 
 Run it:  python 05_router_replay.py            a CPU: a tiny Qwen3-MoE beside lesson 1's dense policy, under 90 s once
                                                both exist
          python 05_router_replay.py --study    training with a stale sampler under no replay, R2, R3: half an hour, resumable
          --model <a Qwen-MoE>                  a CUDA GPU (not run yet)
-Expect:  1 % of the picks flip between a bf16 engine and an fp32 trainer; few tokens, but the tail of the gap; replay
-         removes the tail, and not the rest; numbers in figures/05_router_replay.json, picture in figures/05_router_replay.png.
+Expect:  half a percent of the picks flip between a bf16 engine and an fp32 trainer; few tokens, but the tail of the gap:
+         F(1.1) shows it, F(2) is 0 at the natural gap; replay removes the tail, and not the rest; numbers in figures/05_router_replay.json, picture in figures/05_router_replay.png.
 
 Exercises (tests/test_05_router_replay.py grades the functions):
  1. Write `gates` (two lines): which of its lines lets the gradient into the router? What if the sampler's gates were
     replayed as well? test_gates.
  2. Write `flips` so that {0, 2} and {2, 0} are the same pick (2 lines); test_flips.
- 3. Predict, then run `jump` with the routes of u = 0 replayed: what is left of the steps?
- 4. In `replay`, leave out the `finally`: which of the tests notice?
+ 3. In `jump`, replay the picks of u = 1 instead of those of u = 0 (1 line): where does that curve meet the live one?
+ 4. In `replay`, remove the hooks after a bare `yield`, without try and finally: which tests notice?
 """
 import copy
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def gates(router_logits: Tensor, picks: Tensor, normalise: bool) -> Tensor:
 
 
 def check_routes(model, routes: Tensor) -> None:
-    """Raises ValueError if these routes (B, S, L, k) cannot be this model's."""
+    """Raises ValueError if these routes (B, P + T, L, k) cannot be this model's."""
     found = routers(model)
     if routes is None:
         raise ValueError("no routes were recorded: the engine must be started on a mixture of experts")
@@ -83,9 +84,9 @@ def check_routes(model, routes: Tensor) -> None:
 
 @contextmanager
 def replay(model, routes: Tensor):
-    """Within it, the model's routers pick what `routes` (B, S, L, k) says for the S input tokens of each of B rows: R3 with the
-    sampler's, R2 with the trainer's own at the sampler's weights. Gates come from the model's own logits. A second
-    forward pass, such as gradient checkpointing makes, picks the same; outside nothing is left behind.
+    """Within it, the model's routers pick what `routes` (B, P + T, L, k) says for each input token: R3 with the sampler's, R2 with
+    the trainer's own at the sampler's weights. Gates come from the model's own logits. A second forward pass within it picks
+    the same (with gradient checkpointing `backward` must stand within it too); outside nothing is left behind.
     Raises ValueError for routes that are not this model's, and for a batch of another shape."""
     check_routes(model, routes)
 
@@ -120,8 +121,8 @@ def own_routes(model, rollout) -> Tensor:
     finally:
         for hook in hooks:
             hook.remove()
-    S = rollout.prompt_ids.shape[1] + rollout.ids.shape[1]
-    return torch.cat([torch.stack([layer.view(-1, S, layer.shape[-1]) for layer in part], 2) for part in picks])
+    length = rollout.prompt_ids.shape[1] + rollout.ids.shape[1]
+    return torch.cat([torch.stack([layer.view(-1, length, layer.shape[-1]) for layer in part], 2) for part in picks])
 
 
 def score(model, rollout, routes: Tensor | None = None, head: bool = False, grad: bool = False):
@@ -228,7 +229,7 @@ def path_logp(model, start: dict, end: dict, u: float, rollout, routes: Tensor |
 
 def jump(trainer, ahead, rollout, points: int = 41) -> dict:
     """log pi of single tokens on the straight line from one weight setting to another, live and with the picks of u = 0 replayed,
-    in float64: is the step between neighbouring points larger where a pick flips? Halving the distance halves a
+    in float64 (but for the gates): is the step between neighbouring points larger where a pick flips? Halving the distance halves a
     continuous step, and leaves a jump as it is."""
     model, held = copy.deepcopy(trainer).double(), None
     model.set_experts_implementation("eager")                              # the default one has no float64
@@ -248,11 +249,11 @@ def jump(trainer, ahead, rollout, points: int = 41) -> dict:
     k, token = divmod(int(torch.where(flipped, steps, -1.0).argmax()), live.shape[1])
     # bisect the interval of the largest jump down to 2^-20 of it
     low, high, row = u[k], u[k + 1], torch.nonzero(rollout.mask)[token]
-    at = lambda x: path_logp(model, start, end, x, rollout[int(row[0]):int(row[0]) + 1])
-    (logp_low, picks_low), (logp_high, picks_high) = at(low), at(high)
+    at = lambda x: path_logp(model, start, end, x, rollout[int(row[0]):int(row[0]) + 1])[0]
+    logp_low, logp_high = at(low), at(high)
     for _ in range(20):
         middle = (low + high) / 2
-        logp_middle, picks_middle = at(middle)
+        logp_middle = at(middle)
         # keep the half with the larger step
         if (logp_middle - logp_low)[0, row[1]].abs() >= (logp_high - logp_middle)[0, row[1]].abs():
             high, logp_high = middle, logp_middle
@@ -329,7 +330,7 @@ picks and 94 % of the tokens flip; k3 1.535e-3 live, 7.5e-4 replayed, 6.4e-4 for
 
 def report(result: dict) -> None:
     """The tables, predicted beside measured."""
-    print(f"\n{'':47}mean |d| ± seeds        rms       max          k3 ± seeds   F(1.1)    F(2) | flips: picks   tokens (independent layers)  experts a token   by layer")
+    print(f"\n{'':47}mean |d| ± seeds        rms       max          k3 ± seeds   F(1.1)    F(2) | live flips: picks   tokens (independent layers)  experts a token   by layer")
     for row in result["gap"]:
         line = (f"{row['policy']:6}{row['situation']:24}replay {row['replay']:7}{row['abs']:11.2e} ± {row['abs spread']:.0e}{row['rms']:11.1e}{row['max']:10.2g}"
                 f"{row['k3']:12.1e} ± {row['k3 spread']:.0e}{row['F(1.1)']:9.2%}{row['F(2)']:8.2%}")
@@ -345,7 +346,7 @@ def report(result: dict) -> None:
     j = result["jump"]
     steps = len(j["u"]) - 1
     print(f"\nthe jump, on the line between two weight settings in {steps} steps, float64: mean change of log pi a step, nats")
-    print(f"  where a pick of the token flips {j['step_at_a_flip']:.2e}, elsewhere {j['step_elsewhere']:.2e}, with the first picks replayed {j['step_replayed']:.2e}")
+    print(f"  where a pick of the token flips {j['step_at_a_flip']:.2e}, where none of its own does {j['step_elsewhere']:.2e}, with the first picks replayed {j['step_replayed']:.2e}")
     print(f"  the largest, cut down to a step of {j['jump_width']:.0e}: predicted 0 if continuous | measured {j['jump']:.2g}")
     print("\ngradient of the replayed policy against the live one, one batch a row: cosine (size)")
     for row in result["gradients"]:

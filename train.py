@@ -1,14 +1,15 @@
 """GRPO end to end: vLLM samples, a separate PyTorch trainer learns, and the mismatch is in every row.
 
-Of GRPO (arXiv 2402.03300) this is the group-relative advantage with one optimizer step a batch, where
-PPO's ratio is 1 before the step and its clip does nothing; no KL penalty; the loss is a mean over the batch's tokens.
+Of GRPO (arXiv 2402.03300) this is the group-relative advantage with one optimizer step a batch; no KL penalty; the loss is
+a mean over the batch's tokens. With a fresh sampler PPO's ratio is 1 and its clip does nothing; with a stale one see --correction.
 
 A step, in the order of the loop in `train`:
  1. sync     the sampler takes the trainer's weights once they are older than        Sampler.sync (01)
              --staleness steps
  2. sample   G responses to each of the prompts, from the sampler's mu               Sampler.sample (01)
- 3. score    discrepancy d = log pi_old - log mu, lag l = log pi - log pi_old        score (01; 05: --replay)
-             if ESS(exp(l)) < --resync-ess: sync, drop the batch, back to 2, once    lag_ess (04)
+ 3. score    discrepancy d = log pi_old - log mu, lag l = log pi - log pi_old,       score (01; 05: --replay)
+             pi_old being the trainer at the sampler's weights
+             if ESS(exp(l)) < --resync-ess: drop the batch, back to 1 with a sync    ess (02), see 04
  4. reward   each response, its advantage within its group, and the weight w of      rewards (01), advantages (02)
              --correction; for dlc also the centre c                                 CORRECTIONS (02), centre (04)
  5. update   L = -sum A (w log pi - c) / N; gradient norm clipped to 1; AdamW        policy_loss (02)
@@ -16,7 +17,7 @@ A step, in the order of the loop in `train`:
 Run it:  python train.py                  a CPU: the tiny policy learns the running sum, half a minute
          python train.py --staleness 63   the sampler's weights are up to 63 steps old: training goes astray
          python train.py --staleness 63 --correction dlc      center the score, clip the lag, resynchronise (lesson 4)
-         python train.py --resume runs/dlc-s63-seed0          goes on where that run was interrupted, bit for bit
+         python train.py --resume runs/dlc-s63-seed0          goes on where that run was interrupted: the same CSV, bit for bit
          torchrun --nproc-per-node 2 train.py                 several processes: FSDP2, a sampler each (run on CPUs only)
          python train.py --model Qwen/Qwen3-0.6B              a CUDA GPU (the default there): not run yet
 A run lives in --out: run.json (its flags), metrics.csv (a row a step), checkpoint-<step>/ (which transformers and vLLM load as
@@ -91,14 +92,14 @@ def parse(argv):
     add("--resync-ess", type=float, help="sync and sample again where the lag ratio's effective sample size is below this share "
         "of the batch, 0 to 1; 0 never (0.5 with --correction dlc, else 0)")
     add("--resync-level", choices=["sequence", "token"], default="sequence", help="whose ratios that is: whole responses' or tokens'")
-    add("--head", type=positive(int), help="with --correction dlc: how many of the sampler's most likely tokens are recorded for the "
-        "centre (the vocabulary; not tiny: 128)")
+    add("--head", type=positive(int), help="with --correction dlc: how many of the sampler's most likely tokens (the distribution's "
+        "head) are recorded for the centre (the vocabulary; not tiny: 128)")
     add("--replay", choices=["none", "r2", "r3"], default="none", help="a mixture of experts: whose router picks the trainer replays, its "
         "own at the sampler's weights (r2) or the sampler's (r3), see lesson 5")
     add("--engine-dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="vLLM's")
     add("--trainer-dtype", choices=["bfloat16", "float16", "float32"], help="the trainer computes in it, by autocast; its weights stay "
         "float32 (float32; on a GPU bfloat16)")
-    add("--head-fp32", action="store_true", help="the output layer in float32, in the engine and in the trainer")
+    add("--head-fp32", action="store_true", help="the model's output layer (its head) in float32, in the engine and in the trainer")
     add("--seed", type=lesson1.seed, default=0, help="of the prompts and of the sampling, 0 to 2^32 - 1")
     add("--out", type=Path, help="the run's folder (runs/<correction>-s<staleness>-seed<seed>; with --quick, -quick behind it)")
     add("--save-every", type=positive(int), default=20, help=f"steps between checkpoints; the newest {KEEP} are kept")
@@ -117,7 +118,8 @@ def parse(argv):
         parser.error(f"--resync-ess must be between 0 and 1, not {args.resync_ess}")
     if args.head and args.correction != "dlc":
         parser.error("--head is what the centre of --correction dlc is made from: no other correction reads it")
-    args.checkpoint = args.checkpoint if args.resume else None
+    if not args.resume:
+        args.checkpoint = None
     if args.model and Path(args.model).exists():
         args.model = str(Path(args.model).resolve())       # a run can be resumed from elsewhere
     args.out = args.out or lesson1.ROOT / "runs" / (
@@ -147,6 +149,8 @@ def parse(argv):
     args.trainer_dtype = args.trainer_dtype or ("bfloat16" if lesson1.DEVICE.type == "cuda" else "float32")
     if args.head > args.vocabulary:
         parser.error(f"--head {args.head} is more than the vocabulary of {args.vocabulary}")
+    if args.correction == "snis" and WORLD > 1:
+        parser.error("--correction snis divides by the mean over the whole batch: it runs in one process only")
     if args.prompts % WORLD:
         parser.error(f"--prompts {args.prompts} cannot be split among {WORLD} processes")
     if lesson1.is_mixture(args.trainer.config) and args.replay == "none" and RANK == 0:
@@ -162,6 +166,8 @@ def resumed(parser, out: Path) -> argparse.Namespace:
         flags = json.loads((out / "run.json").read_text())
     except (OSError, ValueError) as error:
         parser.error(f"--resume {out}: no run.json of a run there ({error})")
+    if flags.pop("processes") != WORLD:
+        parser.error(f"--resume {out}: the run had another number of processes")
     saved = checkpoints(out)
     return argparse.Namespace(**flags, out=out, resume=out, checkpoint=out / f"checkpoint-{saved[-1]}" if saved else None)
 
@@ -202,9 +208,11 @@ def save_checkpoint(model, weights: dict, tokenizer, state: dict, out: Path, ste
 
 def rewind(path: Path, step: int) -> None:
     """Leaves the header and the rows before `step` in metrics.csv: what came after the checkpoint happens again."""
-    if path.exists():
+    if path.exists() and step == 0:
+        path.unlink()
+    elif path.exists():
         new = path.with_suffix(".tmp")
-        new.write_text("".join(path.read_text().splitlines(keepends=True)[:1 + step] if step else []))
+        new.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:1 + step]))
         os.replace(new, path)
 
 
@@ -342,7 +350,7 @@ def train(args, sampler, before: dict) -> None:
             lag_of_responses = every(lesson2.sequence_sum(logp_now - logp_old, mask)[:, 0])
             if not dropped["resynced"]:
                 judged = {"ess_token": lesson2.ess(lag), "ess_sequence": lesson2.ess(lag_of_responses), "mean_ratio": lesson2.ratio(lag.double()).mean().item()}
-            # resynchronise: ESS(r) < 1/2 before the update. At age 0 all r are 1, and so is the ESS
+            # resynchronise: ESS(r) < 1/2 before the update. At age 0 all r are 1, and the ESS is 1 up to rounding
             if judged[f"ess_{args.resync_level}"] >= args.resync_ess or step == synced:
                 break
             due, dropped = True, {"resynced": 1, "dropped_tokens": n_tokens, "dropped_seconds": round(time.perf_counter() - begin, 4)}
@@ -413,6 +421,8 @@ def left_behind(out: Path) -> str:
 def main(argv=None, sampler=None) -> None:
     """argv as on the command line. `sampler`: a running Sampler of the same model, to be used and resynchronised."""
     if WORLD > 1 and not torch.distributed.is_initialized():            # before vLLM makes a world of its own
+        if lesson1.DEVICE.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl" if lesson1.DEVICE.type == "cuda" else "gloo")
     if RANK > 0:
         torch.distributed.barrier()                                     # the first process builds the tiny policy
@@ -422,7 +432,7 @@ def main(argv=None, sampler=None) -> None:
     flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "checkpoint", "path", "trainer", "tokenizer", "vocabulary")}
     try:
         if RANK == 0 and not args.resume:
-            lesson1.save_json(flags, args.out / "run.json")
+            lesson1.save_json({**flags, "processes": WORLD}, args.out / "run.json")
         if RANK == 0 and args.resume:
             rewind(args.out / "metrics.csv", int(args.checkpoint.name.split("-")[1]) if args.checkpoint else 0)
         sampler = sampler or lesson1.Sampler(args.path, args.engine_dtype, head_fp32=args.head_fp32)

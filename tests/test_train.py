@@ -129,6 +129,26 @@ def test_micro_batches_make_the_same_run(correction, tmp_path, engine, uneven, m
             assert abs(float(one[name]) - float(two[name])) < 1e-4 * max(1, abs(float(one[name]))), name
 
 
+@pytest.mark.parametrize("correction", [["tis"], ["dlc"], ["dlc", "--head", "6"]], ids=" ".join)
+def test_micro_batches_of_any_size_have_one_gradient(correction, tmp_path, engine, uneven, monkeypatch):
+    """Before clipping, at age 1, in float32: equal to 1e-6 of its norm."""
+    gradients, clip = {}, torch.nn.utils.clip_grad_norm_
+    for size in (1, 3, 5, 16):
+        seen = gradients.setdefault(size, [])
+
+        def seen_and_clipped(parameters, limit):
+            parameters = list(parameters)
+            seen.append(torch.cat([p.grad.flatten() for p in parameters]))
+            return clip(parameters, limit)
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", seen_and_clipped)
+        monkeypatch.setattr(lesson1, "LOGITS_AT_ONCE", size * 10 * 17 if size < 16 else 2**27)
+        run(tmp_path / str(size), engine, "--steps", "1", "--model", str(uneven), "--correction", *correction)
+    whole = gradients[16][0]
+    assert whole.norm() > 1e-2
+    for size in (1, 3, 5):
+        assert (gradients[size][0] - whole).norm() < 1e-6 * whole.norm(), size
+
+
 def test_the_correction_gets_the_three_policies(tmp_path, engine, uneven, monkeypatch):
     """What reaches a weight: mu as the engine recorded it, pi at its weights, pi now."""
     seen, sampled = [], spy(monkeypatch, engine)
@@ -443,7 +463,9 @@ def test_kill_minus_nine(tmp_path):
 
 def test_what_cannot_be_resumed_says_so(tmp_path, engine, capsys):
     run(tmp_path / "a", engine)
-    for argv, message in ((["--resume", str(tmp_path / "a")], "has ended"), (["--resume", str(tmp_path / "b")], "no run.json"),
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "run.json").write_text(json.dumps({**json.loads((tmp_path / "a" / "run.json").read_text()), "processes": 2}))
+    for argv, message in ((["--resume", str(tmp_path / "a")], "has ended"), (["--resume", str(tmp_path / "c")], "number of processes"), (["--resume", str(tmp_path / "b")], "no run.json"),
                           (["--resume", str(tmp_path / "a"), "--lr", "1"], "no other flag")):
         with pytest.raises(SystemExit) as exit:
             train.main(argv, engine)
