@@ -301,9 +301,31 @@ def test_growth_tells_a_line_from_a_root():
         assert [fit["from step"] for fit in lesson3.growth(rows)] == [0, lesson3.PERIOD]
 
 
+def check_slope(slope):
+    """Against the textbook: sum (x - x') (y - y') / sum (x - x')^2, and the error sqrt(RSS / (n - 2) / sum (x - x')^2)."""
+    y = 3 + 0.02 * np.arange(50) + 0.1 * np.random.default_rng(0).standard_normal(50)
+    x = np.arange(50) - 24.5
+    right = x @ (y - y.mean()) / (x @ x)
+    error = (np.square(y - y.mean() - right * x).sum() / 48 / (x @ x))**0.5
+    a, e = slope(y)
+    assert abs(a - right) < 1e-9 and abs(e / error - 1) < 1e-6
+
+
+WRONG_SLOPE = {
+    "through the origin": lambda y: (float(np.arange(len(y)) @ y / np.square(np.arange(len(y))).sum()), lesson3.slope(y)[1]),
+    "last minus first": lambda y: ((y[-1] - y[0]) / (len(y) - 1), lesson3.slope(y)[1]),
+    "the error's square": lambda y: (lesson3.slope(y)[0], lesson3.slope(y)[1]**2),
+    "the error of the intercept": lambda y: (lesson3.slope(y)[0], float(np.polyfit(np.arange(len(y)), y, 1, cov=True)[1][1, 1]**0.5)),
+}
+
+
 def test_slope_and_its_error():
-    a, error = lesson3.slope(0.02 * np.arange(50) + 0.1 * np.random.default_rng(0).standard_normal(50))
-    assert abs(a - 0.02) < 4 * error and 0.0005 < error < 0.002
+    check_slope(lesson3.slope)
+
+
+@pytest.mark.parametrize("name", WRONG_SLOPE)
+def test_slope_rejects(name):
+    rejected(check_slope, WRONG_SLOPE[name])
 
 
 def test_measure_reports_the_effective_sample_size_of_the_lag_alone(trainer, engine, tokenizer):
@@ -327,15 +349,36 @@ def test_measure_reports_the_effective_sample_size_of_the_lag_alone(trainer, eng
         assert abs(row[name] - value) < 1e-5, name
 
 
-def test_feedback_ratios():
+def check_feedback_ratios(feedback_ratios):
     grown = {"sampler w = 1": [0, 2, 3, 6, 7, 9, 12, 16], "sampler w = r": [0, 2, 2.2, 4, 4, 4, 4.5, 5], "own w = 1": [0, 1, 2, 3, 5, 8, 13, 21],
              "own w = r": [0, 1, 2, 3, 5, 8, 13, 21]}
     rows = [{"step": k, "seed": 0, "lr": 1e-3, "ess w = 1": 1 - 0.2 * k, "ess w = r": 1.0, **{name: float(each[k]) for name, each in grown.items()}} for k in range(8)]
-    ratios = lesson3.feedback_ratios(rows)
+    ratios = feedback_ratios(rows)
     assert ratios["first step with ESS < 1/2"] == 3                          # grows from 2 to 6, then to 16; under w = r from 2 to 4, then to 5
-    assert math.isnan(lesson3.feedback_ratios([{**row, "ess w = 1": 0.1} for row in rows])["own prefixes, before"])
+    assert math.isnan(feedback_ratios([{**row, "ess w = 1": 0.1} for row in rows])["own prefixes, before"])
     assert abs(ratios["sampler prefixes, before"] - 0.5) < 1e-9 and abs(ratios["sampler prefixes, after"] - 0.1) < 1e-9
     assert ratios["own prefixes, before"] == ratios["own prefixes, after"] == 1
+
+
+def ratios_of(change):
+    return lambda rows: lesson3.feedback_ratios(change(rows))
+
+
+WRONG_RATIOS = {
+    "from step 0": ratios_of(lambda rows: [{**row, **({k: v for k, v in rows[0].items() if " w = " in k and "ess" not in k} if row["step"] == 1 else {})} for row in rows]),
+    "the ESS of w = r": ratios_of(lambda rows: [{**row, "ess w = 1": row["ess w = r"]} for row in rows]),
+    "upside down": ratios_of(lambda rows: [{**row, **{f"{p} w = {a}": row[f"{p} w = {b}"] for p in ("sampler", "own") for a, b in ("1r", "r1")}} for row in rows]),
+    "sizes for growth": lambda rows: {**lesson3.feedback_ratios(rows), "sampler prefixes, before": rows[3]["sampler w = r"] / rows[3]["sampler w = 1"]},
+}
+
+
+def test_feedback_ratios():
+    check_feedback_ratios(lesson3.feedback_ratios)
+
+
+@pytest.mark.parametrize("name", WRONG_RATIOS)
+def test_feedback_ratios_rejects(name):
+    rejected(check_feedback_ratios, WRONG_RATIOS[name])
 
 
 def test_the_lags_weight():

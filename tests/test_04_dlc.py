@@ -232,10 +232,31 @@ def test_lag_clip_is_min_r_C():
     assert lesson4.lag_clip(logp, old, None, A[:1].float(), torch.tensor([[True, True, False]]))[0, 2] == 0
 
 
+def check_ppo_rule(rule):
+    """r, and 0 for A > 0 above 1.2 and for A < 0 below .8: (B, T, K) with (B, 1), (B, T) with (B,)."""
+    lag = torch.tensor([[[0.5, -0.5, 0.1]], [[0.5, -0.5, 0.1]]])
+    f = rule(lag, torch.tensor([1.0, -1.0])[:, None])
+    r = [math.exp(0.5), math.exp(-0.5), math.exp(0.1)]
+    assert torch.allclose(f, torch.tensor([[[0, r[1], r[2]]], [[r[0], 0, r[2]]]]))
+    assert torch.allclose(rule(lag[:, :, 0], torch.tensor([1.0, -1.0])), f[:, :, 0])
+
+
+WRONG_RULE = {
+    "clamped, not dropped": lambda lag, A: lag.exp().clamp(0.8, 1.2),
+    "whatever the sign": lambda lag, A: lag.exp() * ((lag.exp() < 1.2) & (lag.exp() > 0.8)),
+    "the other sign": lambda lag, A: lesson4.ppo_rule(lag, -A),
+    "weight 1 where it is kept": lambda lag, A: (lesson4.ppo_rule(lag, A) > 0).float(),
+    "log-ratio for ratio": lambda lag, A: lag * (lesson4.ppo_rule(lag, A) > 0),
+}
+
+
 def test_ppo_rule_reads_the_sign_for_every_token():
-    lag = torch.tensor([[[0.5, -0.5, 0.0]], [[0.5, -0.5, 0.0]]])              # (B, T, K)
-    f = lesson4.ppo_rule(lag, torch.tensor([1.0, -1.0])[:, None])
-    assert (f == 0).tolist() == [[[True, False, False]], [[False, True, False]]]
+    check_ppo_rule(lesson4.ppo_rule)
+
+
+@pytest.mark.parametrize("name", WRONG_RULE)
+def test_ppo_rule_rejects(name):
+    rejected(check_ppo_rule, WRONG_RULE[name])
 
 
 # ---------------------------------------------------------------- the resynchronisation rule
@@ -531,11 +552,30 @@ def test_rows_of_the_arms():
     assert rows["on-policy"]["fresh"] == pytest.approx([0.5, 1.5]) and rows["none"]["fresh"] == pytest.approx([10.0]) and rows["none"]["sampler"] == pytest.approx([10.0])
 
 
-def test_threshold_follows_the_floor_where_it_is_high():
+def check_threshold(threshold):
     """Floor .2 on the mean, .5 at the second checkpoint; other arms do not count."""
     records = [record("on-policy", [0.0, 0.4, 0.1]), record("on-policy", [0.1, 0.6, 0.0], 1), record("none", [9.0, 9.0, 9.0])]
-    assert lesson4.threshold(records).tolist() == pytest.approx([0.6, 1.5, 0.6]) and lesson4.threshold(records, "sampler").tolist() == pytest.approx([0.06, 0.15, 0.06])
-    assert lesson4.first([0, 2, 4], [0.5, 1.4, 0.7], lesson4.threshold(records)) == 4 and lesson4.first([0, 2], [0.1, 0.2], 0.2) is None
+    assert np.allclose(threshold(records), [0.6, 1.5, 0.6]) and np.allclose(threshold(records, "sampler"), [0.06, 0.15, 0.06])
+    assert np.allclose(threshold(records, factor=1.0), [0.2, 0.5, 0.2])
+
+
+WRONG_THRESHOLD = {
+    "the mean alone": lambda records, prefixes="fresh", factor=3.0: np.full(3, factor * lesson4.floor(records, prefixes)),
+    "the checkpoint alone": lambda records, prefixes="fresh", factor=3.0: factor * np.mean([r[f"kl {prefixes}"] for r in records[:2]], 0),
+    "of all arms": lambda records, prefixes="fresh", factor=3.0: lesson4.threshold([{**r, "arm": "on-policy"} for r in records], prefixes, factor),
+    "always fresh": lambda records, prefixes="fresh", factor=3.0: lesson4.threshold(records, "fresh", factor),
+    "without the factor": lambda records, prefixes="fresh", factor=3.0: lesson4.threshold(records, prefixes, 1.0),
+}
+
+
+def test_threshold_follows_the_floor_where_it_is_high():
+    check_threshold(lesson4.threshold)
+    assert lesson4.first([0, 2, 4], [0.5, 1.4, 0.7], np.array([0.6, 1.5, 0.6])) == 4 and lesson4.first([0, 2], [0.1, 0.2], 0.2) is None
+
+
+@pytest.mark.parametrize("name", WRONG_THRESHOLD)
+def test_threshold_rejects(name):
+    rejected(check_threshold, WRONG_THRESHOLD[name])
 
 
 def test_main_runs_leave_the_milder_ones_out():

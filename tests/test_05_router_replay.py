@@ -243,6 +243,47 @@ def test_bad_routes_are_refused(change, message):
     assert torch.equal(lesson1.score(model, rollout), plain)
 
 
+def check_refusals(check_routes):
+    """The model's own routes pass; every kind of others does not."""
+    model = small_mixture()
+    routes = lesson5.own_routes(model, rollout_of())
+    check_routes(model, routes)
+    for wrong in (None, routes[:, :, :2], routes[..., :1], routes[0], routes.clamp(min=7) + 1, routes - 8, routes.to(torch.int32)):
+        try:
+            check_routes(model, wrong)
+        except ValueError:
+            continue
+        except Exception as error:                     # another error is not the one clear line
+            assert False, error
+        assert False, "accepted"
+
+
+def refuses_only(*kinds):
+    def check(model, routes):
+        if "missing" in kinds and routes is None:
+            raise ValueError
+        if "shape" in kinds and routes.shape[2:] != (3, 2):
+            raise ValueError
+        if "range" in kinds and (routes.min() < 0 or routes.max() > 7):
+            raise ValueError
+        if "dtype" in kinds and routes.dtype != torch.int64:
+            raise ValueError
+    return check
+
+
+WRONG_REFUSALS = {f"not {name}": refuses_only(*({"missing", "shape", "range", "dtype"} - {name})) for name in ("missing", "shape", "range", "dtype")}
+
+
+def test_refusals():
+    check_refusals(lesson5.check_routes)
+    check_refusals(refuses_only("missing", "shape", "range", "dtype"))
+
+
+@pytest.mark.parametrize("name", WRONG_REFUSALS)
+def test_refusals_rejects(name):
+    rejected(check_refusals, WRONG_REFUSALS[name])
+
+
 def test_a_dense_model_has_no_router(trainer):
     with pytest.raises(ValueError, match="no router"):
         lesson5.routers(trainer)
@@ -290,11 +331,21 @@ def check_beyond(beyond):
     assert beyond(d, 1.1) == 3 / 5 and beyond(d, 2) == 1 / 5 and beyond(-d, 2) == 1 / 5
 
 
+WRONG_BEYOND = {
+    "one side": lambda d, tau: (d.exp() > tau).double().mean().item(),
+    "log tau as tau - 1": lambda d, tau: (d.abs() > tau - 1).double().mean().item(),
+    "a count": lambda d, tau: (d.abs() > np.log(tau)).sum().item(),
+    "1 - (tau - 1) for the inverse": lambda d, tau: ((d.exp() > tau) | (d.exp() < 2 - tau)).double().mean().item(),
+}
+
+
 def test_beyond():
     check_beyond(lesson5.beyond)
-    for wrong in (lambda d, tau: (d.exp() > tau).double().mean().item(), lambda d, tau: (d.abs() > tau - 1).double().mean().item(),
-                  lambda d, tau: (d.abs() > np.log(tau)).sum().item(), lambda d, tau: ((d.exp() > tau) | (d.exp() < 2 - tau)).double().mean().item()):
-        rejected(check_beyond, wrong)
+
+
+@pytest.mark.parametrize("name", WRONG_BEYOND)
+def test_beyond_rejects(name):
+    rejected(check_beyond, WRONG_BEYOND[name])
 
 
 # ---------------------------------------------------------------- the real engine

@@ -1,0 +1,143 @@
+"""The exercises: a copy of a lesson with functions to write, or with a bug to find.
+
+python tests/exercises.py 02            writes exercises/02_importance_sampling.py, the functions below emptied; then
+pytest tests --lesson exercises/02_importance_sampling.py      grades them one by one
+
+python tests/exercises.py --bug 01 --seed 3        writes exercises/bug_01_mismatch.py with one of its bugs, chosen by the seed; run
+                                                   it, compare its table with the lesson's, name the bug from its fingerprint:
+python tests/exercises.py --answer 01 --seed 3 log-softmax-in-bfloat16      checks the name (without a name: lists them)
+"""
+import argparse
+import ast
+import random
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LESSONS = {path.name[:2]: path for path in sorted(ROOT.glob("0*.py"))}
+
+# lesson -> function to write -> (about how many lines, the tests that grade it: none of them starts vLLM)
+WRITE = {
+    "01": {"reward": (6, ["test_reward"]), "token_logp": (3, ["test_token_logp"]), "gap": (9, ["test_gap"]), "pack": (20, ["test_pack", "test_a_completion_needs_one_logprob_a_token"]),
+           "response_logits": (6, ["test_padded_row_equals_its_row_alone", "test_first_response_token_is_scored_by_the_last_prompt_logit"])},
+    "02": {"advantages": (8, ["test_advantages"]), "policy_loss": (2, ["test_policy_loss"]), "token_tis": (1, ["test_weight[tis]"]), "sequence_tis": (1, ["test_weight[seq-tis]"]),
+           "ppo_keeps": (2, ["test_weight[ppo]", "test_weight[minirl]"]), "ess": (2, ["test_ess"])},
+    "03": {"split": (1, ["test_split"]), "cross": (1, ["test_cross_halves"]), "norm2": (1, ["test_cross_halves"]), "slope": (2, ["test_slope_and_its_error"]),
+           "feedback_ratios": (8, ["test_feedback_ratios"])},
+    "04": {"centre": (7, ["test_centre", "test_untruncated_weight_needs_no_centre"]), "lag_ess": (1, ["test_lag_ess"]), "dlc_loss": (6, ["test_loss", "test_trigger"]),
+           "ppo_rule": (2, ["test_ppo_rule_reads_the_sign_for_every_token"]), "threshold": (2, ["test_threshold_follows_the_floor_where_it_is_high"])},
+    "05": {"gates": (2, ["test_gates"]), "replay": (15, ["test_replay", "test_router_gradient", "test_micro_batches_replay_their_own_rows"]), "flips": (3, ["test_flips"]),
+           "beyond": (1, ["test_beyond"]), "check_routes": (7, ["test_refusals", "test_bad_routes_are_refused"])},
+}
+
+# lesson -> bug -> (the right text, which occurs once in the lesson; the wrong text)
+BUGS = {
+    "01": {
+        "scored-one-token-late": ("logits_to_keep=T + 1).logits[:, :-1]", "logits_to_keep=T + 1).logits[:, 1:]"),
+        "log-softmax-in-bfloat16": ("logp = torch.log_softmax(logits / temperature, -1)", "logp = torch.log_softmax((logits / temperature).bfloat16(), -1).float()"),
+        "temperature-forgotten-by-the-trainer": ("torch.log_softmax(logits / temperature, -1)", "torch.log_softmax(logits, -1)"),
+        "raw-logprobs-from-the-engine": ('logprobs_mode: str = "processed_logprobs"', 'logprobs_mode: str = "raw_logprobs"'),
+        "sampled-with-top-k": ('temperature: float = 1.0, top_k: int = -1, rows', 'temperature: float = 1.0, top_k: int = 3, rows'),
+        "sign-of-the-gap": ("d = (logp - logp_sampler).double()\n    return {", "d = (logp_sampler - logp).double()\n    return {"),
+    },
+    "02": {
+        "divided-by-the-tokens-that-survived": ("return torch.where(mask, per_token, 0.0).sum() / n_tokens", "return torch.where(mask, per_token, 0.0).sum() / ((weight != 0) & mask).sum().clamp(min=1)"),
+        "weight-upside-down": ('    """w_t = pi / mu at the token."""\n    return ratio(logp - logp_sampler)', '    """w_t = pi / mu at the token."""\n    return ratio(logp_sampler - logp)'),
+        "clip-for-the-wrong-sign": ("((A > 0) & (r > 1 + high)) | ((A < 0) & (r < 1 - low))", "((A < 0) & (r > 1 + high)) | ((A > 0) & (r < 1 - low))"),
+        "std-of-the-sample-not-of-the-population": ("group.std(1, keepdim=True, correction=0)", "group.std(1, keepdim=True, correction=1)"),
+        "effective-samples-not-divided-by-n": (".exp().item() / len(x)", ".exp().item()"),
+        "sequence-weight-without-the-last-token": ("return torch.where(mask, x, 0.0).sum(1, keepdim=True)", "return torch.where(mask, x, 0.0)[:, :-1].sum(1, keepdim=True)"),
+    },
+    "03": {
+        "anchor-is-the-live-model": ("old, synced = copy.deepcopy(trainer), 0", "old, synced = trainer, 0"),
+        "anchor-never-refreshed": ("        old.load_state_dict(trainer.state_dict())                  # copies", "        # copies"),
+        "noise-drawn-anew-at-each-sync": ("seed + 1000 * calls * fresh", "seed + 1000 * calls"),
+        "norm-of-one-estimate": ("return (a[0] @ a[1]).item()", "return ((a[0] + a[1]) / 2).square().sum().item()"),
+    },
+    "04": {
+        "centre-under-the-trainer": ("coefficient = q * f(", "coefficient = pi * f("),
+        "discrepancy-clipped-as-well": ("    lag = (logp - logp_old).detach()\n    # resync", "    lag = (logp - logp_old + 0.1 * logp_old).detach()\n    # resync"),
+        "ess-after-clipping": ("lesson2.ess(lag[mask] if level", "lesson2.ess(lag[mask].clamp(max=0.69) if level"),
+        "resynchronises-above-one-half": ("if lag_ess(lag, mask) < resync_ess:", "if lag_ess(lag, mask) > resync_ess:"),
+    },
+    "05": {
+        "routes-one-token-late": ("replaced(routes[:, :, layer].flatten(0, 1))", "replaced(routes[:, :, layer].roll(1, 1).flatten(0, 1))"),
+        "gates-not-normalised": ("return p / p.sum(-1, keepdim=True) if normalise else p", "return p"),
+        "layers-swapped": ("replaced(routes[:, :, layer].flatten(0, 1))", "replaced(routes[:, :, -1 - layer].flatten(0, 1))"),
+        "order-of-the-experts-counts": ("a.shape[-1] - (a[..., :, None] == b[..., None, :]).any(-1).sum(-1)", "a.shape[-1] - (a == b).sum(-1)"),
+    },
+}
+
+
+def emptied(source: str, names) -> str:
+    """The source with the bodies of these functions replaced, docstrings kept."""
+    lines, functions = source.splitlines(), {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    for name in sorted(names, key=lambda name: -functions[name].lineno):
+        body = functions[name].body
+        first = body[1 if ast.get_docstring(functions[name]) else 0]
+        lines[first.lineno - 1:body[-1].end_lineno] = [f'    raise NotImplementedError("exercise: write {name}, about {names[name][0]} lines")']
+        # a comment that gives the formula away stands above the first line
+        start = first.lineno - 2
+        while lines[start].lstrip().startswith("#"):
+            del lines[start]
+            start -= 1
+    return "\n".join(lines) + "\n"
+
+
+def bug_of(lesson: str, seed: int) -> str:
+    """The bug of this seed."""
+    return random.Random(seed).choice(sorted(BUGS[lesson]))
+
+
+def with_bug(lesson: str, name: str) -> str:
+    """The lesson's source with that bug in it."""
+    right, wrong = BUGS[lesson][name]
+    source = LESSONS[lesson].read_text()
+    assert source.count(right) == 1, f"{name}: its text occurs {source.count(right)} times in {LESSONS[lesson].name}"
+    return source.replace(right, wrong)
+
+
+def at_home(source: str) -> str:
+    """A copy in exercises/ finds the other lessons, and the policies that are built already, one folder up."""
+    source = source.replace("ROOT = Path(__file__).resolve().parent\n", "ROOT = Path(__file__).resolve().parent.parent\n")
+    lines = source.splitlines(keepends=True)
+    end = ast.parse(source).body[0].end_lineno                     # behind the docstring
+    return "".join([*lines[:end], "import sys; from pathlib import Path; sys.path.insert(0, str(Path(__file__).resolve().parent.parent))\n", *lines[end:]])
+
+
+def main(argv=None) -> None:
+    """argv as on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", help="a lesson whose functions are to be written; with --answer the bug's name")
+    parser.add_argument("--bug", choices=BUGS, metavar="LESSON", help="puts a bug into a copy of the lesson")
+    parser.add_argument("--answer", choices=BUGS, metavar="LESSON", help="checks a bug's name, or lists them")
+    parser.add_argument("--seed", type=int, default=0, help="which bug")
+    args = parser.parse_args(argv)
+    if args.answer:
+        if args.what is None:
+            print("\n".join(sorted(BUGS[args.answer])))
+        elif args.what not in BUGS[args.answer]:
+            sys.exit(f"no bug of lesson {args.answer} is called {args.what!r}: --answer {args.answer} alone lists them")
+        else:
+            right = args.what == bug_of(args.answer, args.seed)
+            print("right" if right else "that is not it")
+            sys.exit(not right)
+    elif args.bug:
+        path = ROOT / "exercises" / f"bug_{LESSONS[args.bug].name}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(at_home(with_bug(args.bug, bug_of(args.bug, args.seed))))
+        print(f"{path.relative_to(ROOT)} holds one bug. Run it: python {path.relative_to(ROOT)} --quick --out exercises/out\n"
+              f"and the lesson beside it; then: python tests/exercises.py --answer {args.bug} --seed {args.seed} NAME")
+    elif args.what in WRITE:
+        path = ROOT / "exercises" / LESSONS[args.what].name
+        if path.exists():
+            sys.exit(f"{path.relative_to(ROOT)} exists, and your work may be in it: delete it or move it away first")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(at_home(emptied(LESSONS[args.what].read_text(), WRITE[args.what])))
+        print(f"{path.relative_to(ROOT)} written. Write {', '.join(WRITE[args.what])}; grade them with:\npytest tests --lesson {path.relative_to(ROOT)}")
+    else:
+        parser.error(f"which lesson? One of {', '.join(WRITE)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The grader, graded: right answers pass, plausible wrong ones do not, every bug is one that a test sees."""
+import subprocess
+import sys
+import types
+from importlib import import_module
+
+import pytest
+from conftest import exercises, lesson1, rejected
+
+tests = {lesson: import_module(f"test_{path.stem}") for lesson, path in exercises.LESSONS.items()}
+
+# the wrong versions of each function that a student writes: what its check must reject
+WRONG = {
+    "reward": tests["01"].WRONG_REWARD, "token_logp": tests["01"].WRONG_LOGP, "gap": tests["01"].WRONG_GAP, "response_logits": tests["01"].WRONG_SCORE,
+    "pack": [tests["01"].with_slot_0, tests["01"].right_padded_prompts, tests["01"].mask_without_end],
+    "advantages": tests["02"].WRONG_ADVANTAGES, "policy_loss": tests["02"].WRONG_LOSS, "ess": tests["02"].WRONG_ESS,
+    "token_tis": [w for name, *w in tests["02"].WRONG_WEIGHTS if name == "tis"], "sequence_tis": [w for name, *w in tests["02"].WRONG_WEIGHTS if name == "seq-tis"],
+    "ppo_keeps": [w for name, *w in tests["02"].WRONG_WEIGHTS if name in ("ppo", "minirl")],
+    "split": tests["03"].WRONG_SPLIT, "cross": tests["03"].WRONG_HALVES, "norm2": tests["03"].WRONG_HALVES, "slope": tests["03"].WRONG_SLOPE, "feedback_ratios": tests["03"].WRONG_RATIOS,
+    "centre": tests["04"].WRONG_CENTRE, "lag_ess": tests["04"].WRONG_ESS, "dlc_loss": {**tests["04"].WRONG_LOSS, **tests["04"].WRONG_TRIGGER},
+    "ppo_rule": tests["04"].WRONG_RULE, "threshold": tests["04"].WRONG_THRESHOLD,
+    "gates": tests["05"].WRONG_GATES, "replay": tests["05"].WRONG_REPLAY, "flips": tests["05"].WRONG_FLIPS, "beyond": tests["05"].WRONG_BEYOND, "check_routes": tests["05"].WRONG_REFUSALS,
+}
+
+
+def test_every_exercise_has_wrong_versions_that_its_tests_reject():
+    """Three or more a function; that each is rejected is shown where it stands."""
+    functions = [name for written in exercises.WRITE.values() for name in written]
+    assert set(functions) == set(WRONG) and all(len(written) >= 4 for written in exercises.WRITE.values())
+    assert all(len(WRONG[name]) >= 3 for name in functions), {name: len(WRONG[name]) for name in functions}
+    assert sum(len(WRONG[name]) for name in functions) >= 40
+    for lesson, written in exercises.WRITE.items():
+        for _, graded in written.values():
+            assert graded and all(hasattr(tests[lesson], name.split("[")[0]) for name in graded)
+
+
+@pytest.mark.parametrize("lesson", exercises.WRITE)
+def test_emptied_functions_raise_and_the_rest_is_the_lesson(lesson):
+    source = exercises.LESSONS[lesson].read_text()
+    empty = exercises.emptied(source, exercises.WRITE[lesson])
+    compile(exercises.at_home(empty), lesson, "exec")
+    assert empty.count("raise NotImplementedError") == len(exercises.WRITE[lesson])
+    kept = [line for line in source.splitlines() if line.startswith(("def ", "class "))]
+    assert [line for line in empty.splitlines() if line.startswith(("def ", "class "))] == kept
+
+
+def grade(tmp_path, lesson, source):
+    path = tmp_path / exercises.LESSONS[lesson].name
+    path.write_text(source)
+    result = subprocess.run([sys.executable, "-m", "pytest", "tests", "-q", "--lesson", str(path)], capture_output=True, text=True, cwd=lesson1.ROOT)
+    return {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines() if line.split() and line.split()[0] in exercises.WRITE[lesson]}
+
+
+def test_the_grader_tells_right_wrong_and_unwritten_apart(tmp_path):
+    """Lesson 2's own source; with one function emptied, one wrong."""
+    source = exercises.LESSONS["02"].read_text()
+    assert set(grade(tmp_path, "02", source).values()) == {"right"}
+    changed = exercises.emptied(source, {"ess": (2, [])}).replace("return ratio(logp - logp_sampler).clamp(max=C)\n\n\n@correction(\"icepop\")",
+                                                                   "return ratio(logp - logp_old).clamp(max=C)\n\n\n@correction(\"icepop\")")
+    verdicts = grade(tmp_path, "02", changed)
+    assert verdicts.pop("ess") == "not written yet" and verdicts.pop("token_tis") == "wrong" and set(verdicts.values()) == {"right"}
+
+
+def loaded(lesson, name):
+    """The lesson with that bug, as a module."""
+    module = types.ModuleType(f"bug_{lesson}")
+    module.__dict__.update(__file__=str(exercises.LESSONS[lesson]))
+    sys.modules[module.__name__] = module                      # dataclasses look there
+    exec(compile(exercises.with_bug(lesson, name), name, "exec"), module.__dict__)
+    return module
+
+
+# what shows each bug; the others need an engine, and are shown by the numbers of the lesson's own run
+SHOWN = {
+    "scored-one-token-late": lambda m: tests["01"].check_score(m.score), "log-softmax-in-bfloat16": lambda m: tests["01"].check_token_logp(m.token_logp),
+    "temperature-forgotten-by-the-trainer": lambda m: tests["01"].check_token_logp(m.token_logp), "sign-of-the-gap": lambda m: tests["01"].check_gap(m.gap),
+    "divided-by-the-tokens-that-survived": lambda m: tests["02"].check_policy_loss(m.policy_loss), "weight-upside-down": lambda m: tests["02"].check_weight("token-is", m.token_is),
+    "clip-for-the-wrong-sign": lambda m: tests["02"].check_weight("ppo", m.ppo_clip), "std-of-the-sample-not-of-the-population": lambda m: tests["02"].check_advantages(m.advantages),
+    "effective-samples-not-divided-by-n": lambda m: tests["02"].check_ess(m.ess), "sequence-weight-without-the-last-token": lambda m: tests["02"].check_weight("seq-is", m.sequence_is),
+    "norm-of-one-estimate": lambda m: tests["03"].check_cross_halves((m.cross, m.norm2)),
+    "centre-under-the-trainer": lambda m: tests["04"].check_centre(m.centre), "discrepancy-clipped-as-well": lambda m: tests["04"].check_loss(m.dlc_loss),
+    "ess-after-clipping": lambda m: tests["04"].check_ess(m.lag_ess), "resynchronises-above-one-half": lambda m: tests["04"].check_trigger(m.dlc_loss),
+    "routes-one-token-late": lambda m: tests["05"].check_replay(m.replay), "gates-not-normalised": lambda m: tests["05"].check_gates(m.gates),
+    "layers-swapped": lambda m: tests["05"].check_replay(m.replay), "order-of-the-experts-counts": lambda m: tests["05"].check_flips(m.flips),
+}
+BUGS = [(lesson, name) for lesson, bugs in exercises.BUGS.items() for name in bugs]
+
+
+@pytest.mark.parametrize("lesson, name", BUGS)
+def test_every_bug_is_in_its_lesson_once(lesson, name):
+    compile(exercises.at_home(exercises.with_bug(lesson, name)), name, "exec")
+
+
+@pytest.mark.parametrize("lesson, name", [bug for bug in BUGS if bug[1] in SHOWN])
+def test_a_test_sees_every_bug(lesson, name):
+    rejected(SHOWN[name], loaded(lesson, name))
+
+
+def test_bug_hunt(tmp_path, monkeypatch, capsys):
+    """Twelve bugs or more; the seed chooses; the name is checked."""
+    assert len(BUGS) >= 12 and len({exercises.bug_of("01", seed) for seed in range(30)}) == len(exercises.BUGS["01"])
+    monkeypatch.setattr(exercises, "ROOT", tmp_path)
+    exercises.main(["--bug", "02", "--seed", "3"])
+    bug = exercises.bug_of("02", 3)
+    assert exercises.BUGS["02"][bug][1] in (tmp_path / "exercises" / "bug_02_importance_sampling.py").read_text() and bug not in capsys.readouterr().out
+    for answer, code in ((bug, 0), (next(name for name in exercises.BUGS["02"] if name != bug), 1), ("nonsense", "no bug of lesson 02")):
+        with pytest.raises(SystemExit) as exit:
+            exercises.main(["--answer", "02", "--seed", "3", answer])
+        assert exit.value.code == code or str(exit.value.code).startswith(str(code))
+    exercises.main(["--answer", "02"])
+    assert set(capsys.readouterr().out.split()) >= set(exercises.BUGS["02"])
+
+
+def test_work_is_never_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "ROOT", tmp_path)
+    exercises.main(["02"])
+    path = tmp_path / "exercises" / "02_importance_sampling.py"
+    path.write_text("my work")
+    with pytest.raises(SystemExit, match="exists"):
+        exercises.main(["02"])
+    assert path.read_text() == "my work"
+    with pytest.raises(SystemExit):
+        exercises.main(["07"])
