@@ -837,7 +837,7 @@ def lesson_arguments(prog: str, doc: str, argv, study: str | None = None, archit
     try:
         check_vllm()
         check_writable(args.out)
-        path = find_model(args.model, architecture)
+        path = find_model(args.model, ARCHITECTURE if study and args.study and architecture is None else architecture)
         trainer = load_model(path)
     except ValueError as error:
         parser.error(str(error))

@@ -183,12 +183,12 @@ def slope(values) -> tuple[float, float]:
     return float(a), float(covariance[0, 0]**0.5)
 
 
-def follow(trainer, sampler, tokenizer, seed: int, steps: int, max_tokens: int, lr: float) -> dict:
+def follow(trainer, sampler, tokenizer, seed: int, steps: int, max_tokens: int, lr: float, prompts: int) -> dict:
     """One stale run under TIS: every step's measurement, growth and slopes."""
     trainer = copy.deepcopy(trainer)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0)
     run = grpo(trainer, sampler, lesson1.TASKS["sum"], tokenizer, optimizer, weighted(lesson2.CORRECTIONS["tis"]), steps, PERIOD, seed,
-               max_tokens=max_tokens, decay=False)             # a constant rate: the lag's growth is the updates' doing
+               prompts=prompts, max_tokens=max_tokens, decay=False)             # a constant rate: the lag's growth is the updates' doing
     rows = [measure(batch) for batch in tqdm(run, total=steps, desc="stale run")]
     return {"rows": rows, "growth": growth(rows), "d_rms_slope": slope([r["d_rms"] for r in rows]), "d_odds_slope": slope([r["d_odds"] for r in rows])}
 
@@ -452,8 +452,8 @@ def main(argv=None) -> dict:
     tiny = lesson1.is_tiny(tokenizer)
     sampler = lesson1.Sampler(path)
     steps = 2 * PERIOD if args.quick else STEPS
-    max_tokens, lr = (lesson1.TASKS["sum"].max_tokens, 1.5e-3) if tiny else (256, 1e-6)
-    result = {"settings": {"seed": args.seed, "period": PERIOD, "quick": args.quick}, "follow": follow(trainer, sampler, tokenizer, args.seed, steps, max_tokens, lr)}
+    max_tokens, lr, prompts = (lesson1.TASKS["sum"].max_tokens, 1.5e-3, 32) if tiny else (256, 1e-6, 8)
+    result = {"settings": {"seed": args.seed, "period": PERIOD, "quick": args.quick}, "follow": follow(trainer, sampler, tokenizer, args.seed, steps, max_tokens, lr, prompts)}
     if tiny:                                     # the other tasks are posed to the tiny policy only
         free = lesson1.load_model(free_path := lesson1.policy("free"))
         clean = lesson1.Sampler(free_path, dtype="float32")

@@ -224,9 +224,11 @@ def by_position(values: Tensor, mask: Tensor) -> list[float]:
 @torch.no_grad()
 def entropy(model, rollout) -> float:
     """Entropy of the policy, nats a token, on a rollout's prefixes."""
-    parts = [lesson1.response_logits(model, rollout[rows]).float().log_softmax(-1)
-             for rows in lesson1.micro_batches(rollout, model.config.get_text_config().vocab_size)]
-    return torch.cat([-(x.exp() * x).sum(-1) for x in parts])[rollout.mask].mean().item()
+    parts = []
+    for rows in lesson1.micro_batches(rollout, model.config.get_text_config().vocab_size):
+        log_p = lesson1.response_logits(model, rollout[rows]).float().log_softmax(-1)
+        parts.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(parts)[rollout.mask].mean().item()
 
 
 def held_out(trainer, sampler, setting: Setting, tokenizer, n: int) -> dict:
