@@ -548,8 +548,10 @@ def draw(result: dict, path: Path) -> None:
         left.semilogy(r["at"][1:], r["kl fresh"][1:], style, color=shade, label=f"{r['arm']}: {r['syncs']} syncs, accuracy {r['sampled']:.2f}")
         middle.plot(r["reward"], style, color=shade)
         right.plot(r["ess_sequence"], style, color=shade)
-    left.set(xlabel="step", ylabel="KL(on-policy || run), nats a token", title=f"One seed, sampler synced every {result['settings']['period']} steps")
-    left.legend(fontsize=8)
+    over = {row["arm"]: row["fresh"][0] for row in arm_rows(list(result["default"].values()))}
+    left.set(xlabel="step", ylabel="KL(on-policy || run), nats a token", ylim=(2e-5, 2), title=f"One seed, synced every {result['settings']['period']} steps:\n"
+             f"none {over['none']:.0f}, TIS {over['tis']:.0f}, DLC {over['dlc']:.1f} times the floor")
+    left.legend(fontsize=8, loc="lower left")
     middle.set(xlabel="step", ylabel="mean reward")
     right.set(xlabel="step", ylabel="ESS of the batch trained on (1 after a resync)")
     if "study" in result:
@@ -563,16 +565,16 @@ def draw(result: dict, path: Path) -> None:
         middle.axhspan(0.1, 2, color="0.9", zorder=0)
         middle.axhline(1, color="k", linewidth=0.6)
         middle.set_xticks(range(len(rows)), [row["arm"] for row in rows], rotation=40, ha="right")
-        middle.set(ylabel="KL / floor, a mark a seed", title="Study: within twice the floor (grey)?", ylim=(0.5, None))
+        middle.set(ylabel="KL / floor, a mark a seed", title="Study: with one or two syncs no arm is within\ntwice the floor (grey) on both tasks", ylim=(0.5, None))
         middle.legend(fontsize=8)
         right.clear()
         stop = [r for r in every if r["setting"] == "stop" and r["seed"] == 0]
         for arm, shade in (("on-policy", "0.75"), ("dlc, no resync", "0.4"), ("dlc", "0")):
             r = next(r for r in stop if r["arm"] == arm)
-            right.semilogy(r["at"][1:], r["kl fresh"][1:], "-", color=shade, label=f"{arm}: fresh prefixes")
-            right.semilogy(r["at"][1:], r["kl sampler"][1:], ":", color=shade, label=f"{arm}: the sampler's")
-        right.set(xlabel="step", ylabel="KL(on-policy || run), nats a token", title="Early stop, one seed: the same KL\non two kinds of prefixes")
-        right.legend(fontsize=8)
+            right.semilogy(r["at"][1:], r["kl fresh"][1:], "-", color=shade, linewidth=2, label=f"{arm}: fresh prefixes")
+            right.semilogy(r["at"][1:], r["kl sampler"][1:], ":", color=shade, linewidth=2, label=f"{arm}: the sampler's")
+        right.set(xlabel="step", ylabel="KL(on-policy || run), nats a token", ylim=(1e-3, 0.4), title="Early stop, one seed: on the sampler's prefixes\nthe run without resync looks best")
+        right.legend(fontsize=7, ncol=2, loc="lower left")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
