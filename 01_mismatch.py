@@ -31,6 +31,8 @@ Exercises (tests/test_01_mismatch.py grades the functions):
     tokens? Run train.py, then `python 01_mismatch.py --model runs/none-s0-seed0/checkpoint-80`.
  4. Break `response_logits`: leave out `position_ids`, then `attention_mask`. Which of the two matters
     to rows of different lengths, and why? 1 line each; test_padded_row_equals_its_row_alone.
+ 5. Reach a number: mean |d| of "bf16 engine | fp32 trainer" below 3e-4, with engine and trainer as they are.
+ 6. Find the bug: `python tests/exercises.py --bug 01 --seed 1`, then --seed 2, 3 (see the README).
 """
 import argparse
 import copy

@@ -24,11 +24,13 @@ Expect:  sequence IS without bias, its E[w^2] growing like (1 + chi^2)^T; token 
 
 Exercises (tests/test_02_importance_sampling.py grades the functions):
  1. Write `token_tis` and `sequence_tis` from their formulas. 1 line each; test_weight.
- 2. Write `ess` in log space. 3 lines; test_ess.
+ 2. Write `ess` in log space and float64. 2 lines; test_ess.
  3. CIS (arXiv 2609.32444) caps by confidence: min(pi/mu, 1 + 2.3 max(1 - pi, 0.005)). Register it as a
     correction (2 lines), and find its row in the table: whose bias, whose variance does it have?
  4. Predict from the table, without running: MSE(n) = bias^2 + variance / n. At which n does sequence IS overtake
     sequence TIS at noise 0.4? Then set N_SAMPLES to it and run.
+ 5. Reach a number: the MSE of seq-tis at noise 0.4 below 0.70, by its cap alone.
+ 6. Find the bug: `python tests/exercises.py --bug 02 --seed 1`, then --seed 2, 3 (see the README).
 """
 import copy
 from dataclasses import dataclass
@@ -55,7 +57,8 @@ def advantages(R: Tensor, group_size: int, kind: str = "std") -> Tensor:
     std:  (R - mean of the group) / std of the group      GRPO (arXiv 2402.03300); the population's std
     mean: R - mean of the group                           Dr. GRPO (arXiv 2503.20783)
     raw:  R                                               REINFORCE without a baseline
-    A group whose rewards are all equal has advantage exactly 0 under std and mean."""
+    No epsilon under the std. A group whose rewards are all equal has advantage exactly 0 under std and mean, also where
+    the floating-point mean of equal numbers is not one of them."""
     if kind == "raw":
         return R
     group = R.view(-1, group_size)
@@ -68,7 +71,8 @@ def advantages(R: Tensor, group_size: int, kind: str = "std") -> Tensor:
 
 def policy_loss(logp: Tensor, weight: Tensor, advantage: Tensor, mask: Tensor, n_tokens: int,
                 centre: Tensor | float = 0.0) -> Tensor:
-    """The one loss. logp, weight, mask (B, T), advantage (B,) -> scalar.
+    """The one loss, -sum_t A (sg(w) log pi - centre) / N. logp, weight, mask, centre (B, T), advantage (B,) -> scalar. What
+    stands on padding, NaN too, does not matter.
 
     n_tokens counts the response tokens of the whole batch BEFORE any is rejected: a rejected token
     (weight 0) takes its gradient with it, and does not make the others' larger. (Frameworks differ:
@@ -113,7 +117,7 @@ def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def ppo_keeps(r: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
     """PPO's clip as a mask (arXiv 1707.06347): the gradient of min(r A, clip(r, 1 - low, 1 + high) A) is
-    that of r A, or 0 where A > 0 and r > 1 + high, and where A < 0 and r < 1 - low."""
+    that of r A, or 0 where A > 0 and r > 1 + high, and where A < 0 and r < 1 - low. True where it is kept; A = 0 is."""
     A = advantage[:, None]
     return ~(((A > 0) & (r > 1 + high)) | ((A < 0) & (r < 1 - low)))
 
@@ -215,7 +219,7 @@ def off_policy_sequence_mask(logp, logp_old, logp_sampler, advantage, mask, delt
 
 
 def ess(log_weight: Tensor) -> float:
-    """Effective sample size of n weights as a fraction of n, from their logs (n,): (sum w)^2 / (n sum w^2)."""
+    """Effective sample size of n weights as a fraction of n, from their logs (n,): (sum w)^2 / (n sum w^2), in float64."""
     x = log_weight.double()
     return (2 * x.logsumexp(0) - (2 * x).logsumexp(0)).exp().item() / len(x)
 

@@ -31,6 +31,9 @@ Exercises (tests/test_03_decompose.py grades the functions):
  3. In `gradient_bias`, load weights that are all 1 % too large into the engine (1 line): is the drift that of
     1 % noise? Predict first: what does a factor on all logits do to q?
  4. Change `PERIOD` to 2 and to 40. Which of the two parts notices?
+ 5. Reach a number: an ESS of responses above 0.5 at the last age before a sync, by the learning rate alone. What does
+    it cost?
+ 6. Find the bug: `python tests/exercises.py --bug 03 --seed 1`, then --seed 2, 3 (see the README).
 """
 import copy
 import json

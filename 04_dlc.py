@@ -41,6 +41,8 @@ Exercises (tests/test_04_dlc.py grades the functions):
     the mass is gone (1 line; test_blind_spot_has_an_alarm).
  4. Write `ppo_rule` (2 lines; test_ppo_rule_reads_the_sign_for_every_token), swap it into the arm "dlc" of `ARMS` and run
     with --out runs/ppo: which clip stays nearer to on-policy? Then min(r, C) with C = 1.2 and C = 10.
+ 5. Reach a number: an arm without a centre below 2 floors in the default run (2 lines: compose what is there).
+ 6. Find the bug: `python tests/exercises.py --bug 04 --seed 1`, then --seed 2, 3 (see the README).
 """
 import copy
 import hashlib
@@ -73,8 +75,8 @@ def truncated(lag: Tensor, advantage: Tensor) -> Tensor:
 
 
 def ppo_rule(lag: Tensor, advantage: Tensor) -> Tensor:
-    """f(r) = r, 0 where PPO clips it for this sign of the advantage. lag (B, T) with advantage (B,), or (B, T, K)
-    with (B, 1)."""
+    """f(r) = r, 0 where PPO, with bounds 1 - 0.2 and 1 + 0.2, clips it for this sign of the advantage. lag (B, T) with
+    advantage (B,), or (B, T, K) with (B, 1)."""
     r = lesson2.ratio(lag)
     return r * lesson2.ppo_keeps(r, advantage, 0.2, 0.2)
 
@@ -422,7 +424,7 @@ def arm_rows(records: list[dict]) -> list[dict]:
 
 
 def threshold(records: list[dict], prefixes: str = "fresh", factor: float = 3.0) -> np.ndarray:
-    """What counts as harm, checkpoint by checkpoint: `factor` times the floor, or times what the on-policy runs have at this
+    """What counts as harm, checkpoint by checkpoint: `factor` times the floor, or times the on-policy runs' mean at this
     checkpoint where that is more (two on-policy runs are furthest apart while they learn fastest)."""
     curve = np.mean([r[f"kl {prefixes}"] for r in records if r["arm"] == "on-policy"], 0)
     return factor * np.maximum(curve, curve.mean())

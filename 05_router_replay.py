@@ -28,9 +28,11 @@ Expect:  half a percent of the picks flip between a bf16 engine and an fp32 trai
 Exercises (tests/test_05_router_replay.py grades the functions):
  1. Write `gates` (two lines): which of its lines lets the gradient into the router? What if the sampler's gates were
     replayed as well? test_gates.
- 2. Write `flips` so that {0, 2} and {2, 0} are the same pick (2 lines); test_flips.
+ 2. Write `flips` so that {0, 2} and {2, 0} are the same pick (3 lines); test_flips.
  3. In `jump`, replay the picks of u = 1 instead of those of u = 0 (1 line): where does that curve meet the live one?
  4. In `replay`, remove the hooks after a bare `yield`, without try and finally: which tests notice?
+ 5. Reach a number: the mixture's k3 without replay, natural, fp32 trainer, below 1e-5 (1 word).
+ 6. Find the bug: `python tests/exercises.py --bug 05 --seed 1`, then --seed 2, 3 (see the README).
 """
 import copy
 from contextlib import contextmanager
@@ -72,7 +74,8 @@ def gates(router_logits: Tensor, picks: Tensor, normalise: bool) -> Tensor:
 
 
 def check_routes(model, routes: Tensor) -> None:
-    """Raises ValueError if these routes (B, P + T, L, k) cannot be this model's."""
+    """Raises ValueError if these routes cannot be this model's: None, other than (B, P + T, L, k) with the model's L and k, other
+    than int64 ids of its experts. Padding may hold any of them, twice the same too."""
     found = routers(model)
     if routes is None:
         raise ValueError("no routes were recorded: the engine must be started on a mixture of experts")
@@ -87,7 +90,7 @@ def replay(model, routes: Tensor):
     """Within it, the model's routers pick what `routes` (B, P + T, L, k) says for each input token: R3 with the sampler's, R2 with
     the trainer's own at the sampler's weights. Gates come from the model's own logits. A second forward pass within it picks
     the same (with gradient checkpointing `backward` must stand within it too); outside nothing is left behind.
-    Raises ValueError for routes that are not this model's, and for a batch of another shape."""
+    Raises ValueError for routes that are not this model's, and for a batch of another number of input tokens."""
     check_routes(model, routes)
 
     def replaced(picks):

@@ -4,6 +4,7 @@ A test of a formula is a function check(f) that holds the lesson's f against an 
 must fail for every plausible wrong version of f; `rejected` counts them. With --lesson a student's copy
 stands in the lesson's place, and only the tests of its exercises run."""
 import importlib.util
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -35,13 +36,24 @@ def pytest_configure(config):
     path = config.getoption("--lesson")
     if path is None:
         return
-    if path.stem[:2] not in exercises.WRITE or not path.is_file():
-        pytest.exit(f"--lesson {path}: no copy of a lesson there; python tests/exercises.py 01 writes one", returncode=2)
+    if not path.is_file():
+        pytest.exit(f"--lesson {path}: there is no such file", returncode=2)
+    if path.name not in {lesson.name for lesson in exercises.LESSONS.values()}:
+        pytest.exit(f"--lesson {path}: the copy must be called like its lesson, for example {exercises.LESSONS['02'].name}", returncode=2)
     specification = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:                     # a student's typo is not an internal error of pytest
+        pytest.exit(f"--lesson {path} cannot be imported: {type(error).__name__}: {error}", returncode=2)
     if path.stem == lesson1.__name__:
         globals()["lesson1"] = module
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With --lesson only that lesson's tests are imported."""
+    path = config.getoption("--lesson")
+    return True if path is not None and collection_path.suffix == ".py" and collection_path.name != f"test_{path.stem}.py" else None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -54,8 +66,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_logreport(report):
     if report.when == "call":
-        OUTCOMES.setdefault(report.nodeid.split("::")[1], []).append(
-            "right" if report.passed else "not written yet" if "NotImplementedError: exercise" in str(report.longrepr) else "wrong")
+        missing = re.findall(r"NotImplementedError: exercise: write (\w+)", str(report.longrepr))
+        OUTCOMES[report.nodeid.split("::")[1]] = ("right", "") if report.passed else ("needs", missing[-1]) if missing else ("wrong", "")
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -64,8 +76,11 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"wrong versions rejected: {len(REJECTED)}")
         return
     for name, (_, tests) in exercises.WRITE[path.stem[:2]].items():
-        seen = [outcome for test in tests for key, outcomes in OUTCOMES.items() if key == test or key.split("[")[0] == test for outcome in outcomes]
-        verdict = next((v for v in ("not written yet", "wrong") if v in seen), "right" if seen else "not graded")
+        seen = {key: outcome for test in tests for key, outcome in OUTCOMES.items() if test in (key, key.split("[")[0])}
+        needs = [missing for kind, missing in seen.values() if kind == "needs"]
+        failed = [key for key, (kind, _) in seen.items() if kind == "wrong"]
+        verdict = ("not written yet" if name in needs else f"needs {needs[0]}" if needs else f"wrong: {', '.join(failed)}" if failed else
+                   "right" if seen else "not graded")
         terminalreporter.write_line(f"{name:20}{verdict}")
 
 

@@ -234,10 +234,10 @@ def test_lag_clip_is_min_r_C():
 
 def check_ppo_rule(rule):
     """r, and 0 for A > 0 above 1.2 and for A < 0 below .8: (B, T, K) with (B, 1), (B, T) with (B,)."""
-    lag = torch.tensor([[[0.5, -0.5, 0.1]], [[0.5, -0.5, 0.1]]])
+    r = torch.tensor([1.25, 0.75, 1.15, 0.85])
+    lag = r.log().expand(2, 1, 4)
     f = rule(lag, torch.tensor([1.0, -1.0])[:, None])
-    r = [math.exp(0.5), math.exp(-0.5), math.exp(0.1)]
-    assert torch.allclose(f, torch.tensor([[[0, r[1], r[2]]], [[r[0], 0, r[2]]]]))
+    assert torch.allclose(f, torch.stack([r * torch.tensor([0, 1, 1, 1]), r * torch.tensor([1, 0, 1, 1])])[:, None])
     assert torch.allclose(rule(lag[:, :, 0], torch.tensor([1.0, -1.0])), f[:, :, 0])
 
 
@@ -246,6 +246,7 @@ WRONG_RULE = {
     "whatever the sign": lambda lag, A: lag.exp() * ((lag.exp() < 1.2) & (lag.exp() > 0.8)),
     "the other sign": lambda lag, A: lesson4.ppo_rule(lag, -A),
     "weight 1 where it is kept": lambda lag, A: (lesson4.ppo_rule(lag, A) > 0).float(),
+    "bounds .2 and .27": lambda lag, A: lesson2.ratio(lag) * lesson2.ppo_keeps(lesson2.ratio(lag), A, 0.2, 0.27),
     "log-ratio for ratio": lambda lag, A: lag * (lesson4.ppo_rule(lag, A) > 0),
 }
 
@@ -323,6 +324,10 @@ def check_trigger(loss):
     assert not refuses(loss, [-1.0, -1.0, -1.0, -1.0])      # the blind spot: all have lost the same
     assert refuses(loss, [3.0, 0.0, 0.0, 0.0, 0.0, 0.0])      # clipped at 2 the ESS would be .88
     assert not refuses(lambda *a: loss(*a, resync_ess=0), [0, gone, gone, gone])
+    # two tokens a response: products of 11, 1, 1, 1 have an ESS of .39, the tokens' ratios one of .71
+    logp, mask = torch.tensor([[1.2, 1.2], [0, 0], [0, 0], [0, 0]], dtype=torch.float64), torch.ones(4, 2, dtype=torch.bool)
+    head = logp[..., None]
+    assert loss(logp, torch.zeros_like(logp), head, head, head, torch.ones(4, dtype=torch.float64), mask, 1) is None
 
 
 def trigger_with(below):
@@ -336,6 +341,7 @@ WRONG_TRIGGER = {
     "at exactly one half": trigger_with(lambda lag, half: lesson2.ess(lag) <= half),
     "above one half": trigger_with(lambda lag, half: lesson2.ess(lag) > half),
     "after clipping": trigger_with(lambda lag, half: lesson2.ess(lag.clamp(max=math.log(2))) < half),
+    "of the tokens": lambda logp, logp_old, head, old, q, A, mask, V, resync_ess=0.5: None if lesson4.lag_ess((logp - logp_old).detach(), mask, "token") < resync_ess else 0.0,
     "mean weight instead": trigger_with(lambda lag, half: lag.exp().mean() < half),
     "also where it is switched off": trigger_with(lambda lag, half: lesson2.ess(lag) < 0.5),
     "never": trigger_with(lambda lag, half: False),
@@ -345,6 +351,16 @@ WRONG_TRIGGER = {
 
 def test_trigger():
     check_trigger(lesson4.dlc_loss)
+
+
+def check_trigger_and_clip(module):
+    """min(r, C): DLC's clip of a whole module."""
+    check_trigger(module.dlc_loss)
+    assert torch.equal(module.truncated(torch.tensor([-1.0, 0.5, 3.0]), None), torch.tensor([-1.0, 0.5, math.log(2)]).exp())
+
+
+def test_truncation():
+    check_trigger_and_clip(lesson4)
 
 
 @pytest.mark.parametrize("name", WRONG_TRIGGER)

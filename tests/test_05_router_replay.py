@@ -231,7 +231,8 @@ def test_micro_batches_replay_their_own_rows(monkeypatch):
 @pytest.mark.parametrize("change, message", [
     (lambda r: None, "no routes"), (lambda r: r[:, :, :2], "layers"), (lambda r: r[..., :1], "experts a token"), (lambda r: r[0], "layers"),
     (lambda r: r + 1, "8 experts"), (lambda r: r - 1, "8 experts"), (lambda r: r.to(torch.uint8), "int64"),
-    (lambda r: r[:, :-1].contiguous(), "input tokens"), (lambda r: r[:3], "input tokens")])
+    (lambda r: r[:, :-1].contiguous(), "input tokens"), (lambda r: r[:3], "input tokens")],
+    ids=["none", "a layer missing", "an expert missing", "no batch", "too large", "negative", "uint8", "too short", "a row missing"])
 def test_bad_routes_are_refused(change, message):
     model, rollout = small_mixture(), rollout_of()
     routes = lesson5.own_routes(model, rollout)
@@ -328,12 +329,14 @@ def test_flip_statistics():
 
 def check_beyond(beyond):
     d = torch.tensor([0.5, -0.5, 0.05, -0.05, 0.8]).double()
+    assert beyond(torch.tensor([np.log(1.5), 0.0]), 1.5) == 0                 # exceeds: strictly
     assert beyond(d, 1.1) == 3 / 5 and beyond(d, 2) == 1 / 5 and beyond(-d, 2) == 1 / 5
 
 
 WRONG_BEYOND = {
     "one side": lambda d, tau: (d.exp() > tau).double().mean().item(),
     "log tau as tau - 1": lambda d, tau: (d.abs() > tau - 1).double().mean().item(),
+    "at tau too": lambda d, tau: (d.abs() >= np.log(tau)).double().mean().item(),
     "a count": lambda d, tau: (d.abs() > np.log(tau)).sum().item(),
     "1 - (tau - 1) for the inverse": lambda d, tau: ((d.exp() > tau) | (d.exp() < 2 - tau)).double().mean().item(),
 }

@@ -58,7 +58,15 @@ def test_the_grader_tells_right_wrong_and_unwritten_apart(tmp_path):
     changed = exercises.emptied(source, {"ess": (2, [])}).replace("return ratio(logp - logp_sampler).clamp(max=C)\n\n\n@correction(\"icepop\")",
                                                                    "return ratio(logp - logp_old).clamp(max=C)\n\n\n@correction(\"icepop\")")
     verdicts = grade(tmp_path, "02", changed)
-    assert verdicts.pop("ess") == "not written yet" and verdicts.pop("token_tis") == "wrong" and set(verdicts.values()) == {"right"}
+    assert verdicts.pop("ess") == "not written yet" and verdicts.pop("token_tis") == "wrong: test_weight[tis]" and set(verdicts.values()) == {"right"}
+
+
+def test_a_copy_that_cannot_be_graded_says_why(tmp_path):
+    for name, source, message in (("02_mine.py", "", "must be called like its lesson"), ("nothing.py", None, "no such file"), ("02_importance_sampling.py", "def f(:", "SyntaxError")):
+        if source is not None:
+            (tmp_path / name).write_text(source)
+        result = subprocess.run([sys.executable, "-m", "pytest", "tests", "-q", "--lesson", str(tmp_path / name)], capture_output=True, text=True, cwd=lesson1.ROOT)
+        assert result.returncode == 2 and message in result.stdout + result.stderr and "INTERNALERROR" not in result.stdout + result.stderr
 
 
 def loaded(lesson, name):
@@ -74,11 +82,11 @@ def loaded(lesson, name):
 SHOWN = {
     "scored-one-token-late": lambda m: tests["01"].check_score(m.score), "log-softmax-in-bfloat16": lambda m: tests["01"].check_token_logp(m.token_logp),
     "temperature-forgotten-by-the-trainer": lambda m: tests["01"].check_token_logp(m.token_logp), "sign-of-the-gap": lambda m: tests["01"].check_gap(m.gap),
-    "divided-by-the-tokens-that-survived": lambda m: tests["02"].check_policy_loss(m.policy_loss), "weight-upside-down": lambda m: tests["02"].check_weight("token-is", m.token_is),
-    "clip-for-the-wrong-sign": lambda m: tests["02"].check_weight("ppo", m.ppo_clip), "std-of-the-sample-not-of-the-population": lambda m: tests["02"].check_advantages(m.advantages),
+    "weight-upside-down": lambda m: tests["02"].check_weight("token-is", m.token_is),
+    "clip-for-the-wrong-sign": lambda m: tests["02"].check_weight("ppo", m.ppo_clip),
     "effective-samples-not-divided-by-n": lambda m: tests["02"].check_ess(m.ess), "sequence-weight-without-the-last-token": lambda m: tests["02"].check_weight("seq-is", m.sequence_is),
     "norm-of-one-estimate": lambda m: tests["03"].check_cross_halves((m.cross, m.norm2)),
-    "centre-under-the-trainer": lambda m: tests["04"].check_centre(m.centre), "discrepancy-clipped-as-well": lambda m: tests["04"].check_loss(m.dlc_loss),
+    "centre-under-the-trainer": lambda m: tests["04"].check_centre(m.centre), "clip-forgotten": lambda m: tests["04"].check_trigger_and_clip(m),
     "ess-after-clipping": lambda m: tests["04"].check_ess(m.lag_ess), "resynchronises-above-one-half": lambda m: tests["04"].check_trigger(m.dlc_loss),
     "routes-one-token-late": lambda m: tests["05"].check_replay(m.replay), "gates-not-normalised": lambda m: tests["05"].check_gates(m.gates),
     "layers-swapped": lambda m: tests["05"].check_replay(m.replay), "order-of-the-experts-counts": lambda m: tests["05"].check_flips(m.flips),

@@ -25,6 +25,7 @@ def sentences() -> dict[str, str]:
     """What the README must say, from the JSON."""
     rows = {r["arm"]: r for r in figures.load("01_mismatch")["table"]}
     why = {r["pair"]: r for r in figures.load("01_mismatch")["why"]}
+    ess = next(r for r in lesson4.alarms(figures.dlc_records()) if r["level"] == "ESS of responses < 1/2")
     natural, both = rows["bf16 engine | fp32 trainer"], rows["bf16 engine | bf16 trainer"]
     real = figures.load("02_importance_sampling")["real"]
     three = figures.load("03_decompose")
@@ -64,6 +65,9 @@ def sentences() -> dict[str, str]:
         "04 centre without resync": f"lag clip alone {' '.join(f'{v:.1f}' for v in arms['sum']['lag clip']['fresh'])}, with the centre {' '.join(f'{v:.1f}' for v in arms['sum']['dlc, no resync']['fresh'][:3])}, same seeds",
         "04 clips": f"{' '.join(f'{v:.1f}' for v in arms['sum']['dlc, ppo rule']['fresh'])} against {' '.join(f'{v:.1f}' for v in arms['sum']['dlc']['fresh'][:3])} on the running sum, {' '.join(f'{v:.1f}' for v in arms['stop']['dlc, ppo rule']['fresh'])} against {' '.join(f'{v:.1f}' for v in arms['stop']['dlc']['fresh'][:3])}",
         "04 free": f"none {' '.join(f'{lesson4.mean_kl(r) / base:.0f}' for r in noisy['none'])} floors and entropy {short(min(r['entropy'] for r in noisy['none']), 2)} to {short(max(r['entropy'] for r in noisy['none']), 2)}, centering {' '.join(f'{lesson4.mean_kl(r) / base:.1f}' for r in noisy['centering'])}",
+        "04 alarms": f"of {ess['before'] + ess['late'] + ess['quiet']} stale runs that were never resynchronised {ess['before'] + ess['late']} went beyond three floors; in {ess['before']} of them the ESS of responses had fallen below 1/2 before, "
+                     f"in the median {statistics.median(ess['leads']):.0f} steps before; so it had in {ess['false']} of the {ess['quiet']} quiet runs",
+        "01 float16": "float16 on both sides divides mean abs d by about eight" if 7.5 < both["abs"] / rows["fp16 engine | fp16 trainer"]["abs"] < 8.5 and 65 < both["k3"] / rows["fp16 engine | fp16 trainer"]["k3"] < 80 else "another factor",
         "04 mean ratio": f"smallest mean ratio {short(min(min(r['mean_ratio']) for r in records if r['task'] != 'free' and r['arm'] not in lesson4.RESYNCED), 2)}",
         "05 picks": f"{short(100 * live['flips']['picks'], 2)} % of the picks flip and make {100 * (1 - replayed['k3'] / live['k3']):.0f} % of k3",
         "05 jump": f"the largest step is a jump of {short(jump['jump'], 2)} nats within {jump['jump_width']:.0e} of the way".replace("e-0", "e-"),
