@@ -197,7 +197,7 @@ ARCHITECTURE = dict(                # a Qwen3 of 100k parameters; vLLM on a CPU 
 
 
 def warm_start(task: Task, architecture: dict):
-    """A tiny Qwen3 that imitates `demonstrations`: knows the format, is often wrong. Returns the model
+    """A tiny Qwen3 that imitates `demonstrations`: right if greedy, it slips when it samples. Returns the model
     and its sampled accuracy (mean reward of 1,024 responses drawn by transformers)."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)

@@ -10,7 +10,7 @@ token, with w_t = pi(y_t) / mu(y_t) = 1 + delta_t alone in front of s_t. As obje
 order, prod_t (1 + delta_t) = 1 + sum_t delta_t + ... (MiniRL, arXiv 2512.01374). Their gradients agree at delta = 0,
 and differ by E_mu[sum_{t' != t} delta_t' A s_t] to first order: the token weight leaves the prefix, and what
 follows, where mu put them. That term is measured here, like everything else in this lesson, without
-noise: in a world of V^T responses that is small enough to be enumerated.
+noise: in a world of V^T responses that is small enough to be enumerated, with g = sum_t w_t A s_t and chi^2 = Var_mu(w).
 
     bias      || E[g] - grad J ||                   what no number of samples removes
     variance  tr Cov[g] = E||g||^2 - ||E g||^2      what n samples divide by n
@@ -47,7 +47,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 LOG_RATIO_LIMIT = 20.0   # log-ratios are clamped to +-20 before exp: e^20 is 5e8, never inf, and inf * 0 is NaN
-N_SAMPLES = 4096         # at which mean squared errors are compared
+N_SAMPLES = 4096         # at which mean squared errors are compared; has nothing to do with the V^T responses enumerated
 
 
 # ---------------------------------------------------------------- the objective

@@ -116,7 +116,7 @@ def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period:
         R = lesson1.rewards(task, digits.repeat(group_size, 0), rollout, tokenizer)
         A = lesson2.advantages(R, group_size, advantage).to(lesson1.DEVICE)
         logp, head_logp = score(trainer, rollout, old, grad=True)
-        logp_old, head_logp_old = score(old, rollout, old, grad=False)         # in the same micro-batches
+        logp_old, head_logp_old = score(old, rollout, old, grad=False)         # in the same micro-batches: another shape rounds elsewhere, and would count as lag
         return Batch(step, step - synced, rollout, R, A, logp, logp_old, head_logp, head_logp_old, vocabulary)
 
     for step in range(steps):
