@@ -791,8 +791,9 @@ def check_writable(folder: Path) -> None:
     """Makes the folder and writes a file there. Raises ValueError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "writable.tmp").write_text("")
-        (folder / "writable.tmp").unlink()
+        probe = folder / f"writable.{os.getpid()}.tmp"
+        probe.write_text("")
+        probe.unlink()
     except OSError as error:
         raise ValueError(f"--out {folder} cannot be written: {error.strerror}") from error
 

@@ -17,7 +17,7 @@ A step, in the order of the loop in `train`:
 Run it:  python train.py                  a CPU: the tiny policy learns the running sum, half a minute
          python train.py --staleness 63   the sampler's weights are up to 63 steps old: training goes astray
          python train.py --staleness 63 --correction dlc      center the score, clip the lag, resynchronise (lesson 4)
-         python train.py --resume runs/dlc-s63-seed0          goes on where that run was interrupted: the same CSV, bit for bit
+         python train.py --resume runs/dlc-s63-seed0          goes on where that run was killed: the same CSV, on a CPU bit for bit
          torchrun --nproc-per-node 2 train.py                 several processes: FSDP2, a sampler each (run on CPUs only)
          python train.py --model Qwen/Qwen3-0.6B              a CUDA GPU (the default there): not run yet
 A run lives in --out: run.json (its flags), metrics.csv (a row a step), checkpoint-<step>/ (which transformers and vLLM load as
@@ -26,7 +26,7 @@ off at --max-tokens; mean |d| and k3 of the discrepancy; mean |l| and rms of the
 effective sample size of tokens and of responses and the mean lag ratio (predicted 1); whether it was dropped for a
 resynchronised one, and how many tokens and seconds that cost; mean weight; loss (its value says nothing, its gradient
 does), gradient norm before clipping, learning rate; response tokens; tokens left out because the engine gave them no finite
-log-prob; seconds by part.
+log-prob; whether float16 overflowed and the step was skipped; seconds by part.
 """
 import argparse
 import copy
@@ -43,6 +43,9 @@ from pathlib import Path
 
 import numpy as np
 
+if "LOCAL_RANK" in os.environ:     # torchrun: each process sees one GPU, its own; vLLM takes the first that it sees
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(os.environ["LOCAL_RANK"])] if visible else os.environ["LOCAL_RANK"]
 lesson1 = import_module("01_mismatch")   # before torch: it hides the broken packages around it
 lesson2 = import_module("02_importance_sampling")
 lesson4 = import_module("04_dlc")
@@ -58,7 +61,7 @@ WORLD, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0
 SECONDS = ("sampling", "scoring", "update", "sync")
 COLUMNS = ["step", "age", "reward", "length", "truncated", "discrepancy_abs", "discrepancy_k3", "lag_abs", "lag_rms",
            "ess_token", "ess_sequence", "mean_ratio", "resynced", "dropped_tokens", "dropped_seconds",
-           "weight", "loss", "grad_norm", "lr", "tokens", "not_finite", *(f"seconds_{s}" for s in SECONDS), "seconds_step"]
+           "weight", "loss", "grad_norm", "lr", "tokens", "not_finite", "skipped", *(f"seconds_{s}" for s in SECONDS), "seconds_step"]
 KEEP = 2               # checkpoints
 HELD_OUT = [2**40, 7]  # the held-out prompts' seed; no run's seed and step
 CORRECTIONS = {**lesson2.CORRECTIONS, "dlc": lesson4.lag_clip}     # dlc: with the centre, and resynchronised
@@ -166,7 +169,7 @@ def resumed(parser, out: Path) -> argparse.Namespace:
         flags = json.loads((out / "run.json").read_text())
     except (OSError, ValueError) as error:
         parser.error(f"--resume {out}: no run.json of a run there ({error})")
-    if flags.pop("processes") != WORLD:
+    if flags.pop("processes", None) != WORLD:
         parser.error(f"--resume {out}: the run had another number of processes")
     saved = checkpoints(out)
     return argparse.Namespace(**flags, out=out, resume=out, checkpoint=out / f"checkpoint-{saved[-1]}" if saved else None)
@@ -203,11 +206,15 @@ def save_checkpoint(model, weights: dict, tokenizer, state: dict, out: Path, ste
     torch.save(state, new / "state.pt")
     os.replace(new, out / f"checkpoint-{step}")
     for old in checkpoints(out)[:-KEEP]:
-        shutil.rmtree(out / f"checkpoint-{old}")
+        doomed = out / f"checkpoint-{old}.tmp"                         # half deleted it must not look whole
+        os.replace(out / f"checkpoint-{old}", doomed)
+        shutil.rmtree(doomed)
 
 
 def rewind(path: Path, step: int) -> None:
-    """Leaves the header and the rows before `step` in metrics.csv: what came after the checkpoint happens again."""
+    """Leaves the header and the rows before `step` in metrics.csv, and no torn checkpoint: what came after happens again."""
+    for torn in path.parent.glob("checkpoint-*.tmp"):
+        shutil.rmtree(torn)
     if path.exists() and step == 0:
         path.unlink()
     elif path.exists():
@@ -304,16 +311,17 @@ def train(args, sampler, before: dict) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / args.steps)
     scaler = torch.amp.GradScaler(device.type, enabled=args.trainer_dtype == "float16")      # its small gradients would become 0
     if args.checkpoint:
-        saved = torch.load(args.checkpoint / "state.pt", map_location=device)
+        saved = torch.load(args.checkpoint / "state.pt", map_location="cpu")
         first, synced = saved["step"], saved["synced"]
         set_optimizer_state_dict(trainer, optimizer, saved["optimizer"], options=StateDictOptions(full_state_dict=WORLD > 1))
         schedule.load_state_dict(saved["schedule"])
         scaler.load_state_dict(saved["scaler"])
         old.load_state_dict(saved["old"])
+        del saved
         sampler.sync(old)
         version = sampler.version
     share = args.prompts * args.group_size // WORLD                    # responses of this process
-    mine = slice(RANK * share, (RANK + 1) * share)
+    mine, skips = slice(RANK * share, (RANK + 1) * share), 0
     for step in range(first, args.steps):
         begin, clock, dropped = time.perf_counter(), Clock(), {"resynced": 0, "dropped_tokens": 0, "dropped_seconds": 0.0}
         due = step == 0 or step - synced > args.staleness
@@ -337,6 +345,8 @@ def train(args, sampler, before: dict) -> None:
             if not_finite := int(every((rollout.mask & ~mask).flatten()).sum()):
                 rollout = lesson1.replace(rollout, head_logp=torch.where(mask[..., None], rollout.head_logp, 0.0))
             n_tokens = int(every(mask.sum()[None]).sum())
+            if n_tokens == 0:
+                raise FloatingPointError(f"step {step}: the engine gave no token a finite log-prob")
 
             # 3. score: log pi at theta, and at theta_s, in the same micro-batches: another batch shape rounds elsewhere
             autocast = torch.autocast(device.type, getattr(torch, args.trainer_dtype), enabled=args.trainer_dtype != "float32")
@@ -351,7 +361,7 @@ def train(args, sampler, before: dict) -> None:
             if not dropped["resynced"]:
                 judged = {"ess_token": lesson2.ess(lag), "ess_sequence": lesson2.ess(lag_of_responses), "mean_ratio": lesson2.ratio(lag.double()).mean().item()}
             # resynchronise: ESS(r) < 1/2 before the update. At age 0 all r are 1, and the ESS is 1 up to rounding
-            if judged[f"ess_{args.resync_level}"] >= args.resync_ess or step == synced:
+            if not judged[f"ess_{args.resync_level}"] < args.resync_ess or step == synced:
                 break
             due, dropped = True, {"resynced": 1, "dropped_tokens": n_tokens, "dropped_seconds": round(time.perf_counter() - begin, 4)}
 
@@ -376,11 +386,16 @@ def train(args, sampler, before: dict) -> None:
             grad_norm = (grad_norm.full_tensor() if WORLD > 1 else grad_norm).item()
             if not math.isfinite(grad_norm) and not scaler.is_enabled():     # a scaler skips such a step and lowers its scale
                 raise FloatingPointError(f"step {step}: the gradient is not finite; the weights are still those of the step before")
-            lr = schedule.get_last_lr()[0]
+            lr, scale = schedule.get_last_lr()[0], scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            schedule.step()
+            skipped = scaler.get_scale() < scale                       # float16: the gradient overflowed, the weights stay
+            skips = skips + 1 if skipped else 0
+            if skips == 5:
+                raise FloatingPointError(f"step {step}: the gradient overflowed float16 five times in a row")
+            if not skipped:
+                schedule.step()
 
         # what the step was: log pi - log mu = discrepancy + lag
         discrepancy = lesson1.gap(*(every(x[mask]) for x in (logp_old, rollout.logp_sampler)))
@@ -390,7 +405,7 @@ def train(args, sampler, before: dict) -> None:
         seconds = time.perf_counter() - begin
         row = {"step": step, "age": step - synced, "reward": R.mean().item(), "length": n_tokens / len(R), "truncated": cut,
                "discrepancy_abs": discrepancy["abs"], "discrepancy_k3": discrepancy["k3"], "lag_abs": lag.abs().mean().item(), "lag_rms": lag.double().square().mean().sqrt().item(),
-               **judged, **dropped, "weight": weight, "loss": every(torch.tensor([loss])).sum().item(), "grad_norm": grad_norm, "lr": lr, "tokens": n_tokens, "not_finite": not_finite,
+               **judged, **dropped, "weight": weight, "loss": every(torch.tensor([loss])).sum().item(), "grad_norm": grad_norm, "lr": lr, "tokens": n_tokens, "not_finite": not_finite, "skipped": int(skipped),
                **{f"seconds_{part}": round(s, 4) for part, s in clock.seconds.items()}, "seconds_step": round(seconds, 4)}
         if RANK == 0:
             append_row(args.out / "metrics.csv", row)
@@ -398,6 +413,7 @@ def train(args, sampler, before: dict) -> None:
                   f"lag {row['lag_abs']:.1e} (age {step - synced})  ESS {judged['ess_sequence']:.2f}  grad {grad_norm:.2e}  {n_tokens / seconds:5.0f} tok/s  "
                   + " ".join(f"{name} {s:.2f}" for name, s in clock.seconds.items()) + " s"
                   + (f"  resynchronised: {dropped['dropped_tokens']} tokens dropped" if dropped["resynced"] else "")
+                  + ("  skipped: float16 overflowed" if skipped else "")
                   + (f"  {not_finite} tokens without a finite log-prob: left out" if not_finite else "")
                   + ("  every group's rewards are equal: no gradient" if no_gradient else "")
                   + (f"  {cut:.0%} cut off: raise --max-tokens" if cut > 0.5 else ""), flush=True)
@@ -421,8 +437,6 @@ def left_behind(out: Path) -> str:
 def main(argv=None, sampler=None) -> None:
     """argv as on the command line. `sampler`: a running Sampler of the same model, to be used and resynchronised."""
     if WORLD > 1 and not torch.distributed.is_initialized():            # before vLLM makes a world of its own
-        if lesson1.DEVICE.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl" if lesson1.DEVICE.type == "cuda" else "gloo")
     if RANK > 0:
         torch.distributed.barrier()                                     # the first process builds the tiny policy
@@ -432,7 +446,7 @@ def main(argv=None, sampler=None) -> None:
     flags = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "checkpoint", "path", "trainer", "tokenizer", "vocabulary")}
     try:
         if RANK == 0 and not args.resume:
-            lesson1.save_json({**flags, "processes": WORLD}, args.out / "run.json")
+            lesson1.save_json({**flags, "model": str(args.path), "processes": WORLD}, args.out / "run.json")
         if RANK == 0 and args.resume:
             rewind(args.out / "metrics.csv", int(args.checkpoint.name.split("-")[1]) if args.checkpoint else 0)
         sampler = sampler or lesson1.Sampler(args.path, args.engine_dtype, head_fp32=args.head_fp32)

@@ -110,7 +110,7 @@ def test_policy_is_built_once_and_a_torn_or_stale_cache_is_rebuilt(tmp_path, mon
     builds = []
     build = lesson1.warm_start
     monkeypatch.setattr(lesson1, "ROOT", tmp_path)
-    monkeypatch.setattr(lesson1, "warm_start", lambda task: builds.append(task) or build(task))
+    monkeypatch.setattr(lesson1, "warm_start", lambda task, architecture: builds.append(task) or build(task, architecture))
     monkeypatch.setitem(lesson1.TASKS, "sum", replace(SUM, steps=2))
     folder = lesson1.policy("sum")
     assert lesson1.policy("sum") == folder and len(builds) == 1
