@@ -424,6 +424,26 @@ def test_bf16_weights_float64_arithmetic_stays_float64(trainer):
 
 
 # ---------------------------------------------------------------- the measurement's arithmetic
+def test_widen_pads_every_field_on_the_right():
+    rollout = replace(random_rollout(), routes=torch.ones(len(random_rollout()), random_rollout().prompt_ids.shape[1] + random_rollout().ids.shape[1], 2, 1, dtype=torch.long))
+    T = rollout.ids.shape[1]
+    wide = lesson1.widen(rollout, T + 2)
+    for name in ("ids", "mask", "logp_sampler", "head_ids", "head_logp"):
+        old, new = getattr(rollout, name), getattr(wide, name)
+        assert new.shape[1] == T + 2 and torch.equal(new[:, :T], old) and not new[:, T:].any(), name
+    assert torch.equal(wide.routes[:, :-2], rollout.routes) and not wide.routes[:, -2:].any() and torch.equal(wide.prompt_ids, rollout.prompt_ids)
+    model = small_model()
+    assert torch.allclose(lesson1.score(model, wide)[:, :T], lesson1.score(model, rollout), atol=1e-5)
+
+
+def test_head_in_float32_is_a_float32_product():
+    model = small_model().bfloat16()
+    hidden = torch.randn(2, 3, model.config.hidden_size).bfloat16()
+    lesson1.head_in_float32(model)
+    logits = model.lm_head(hidden)
+    assert logits.dtype == torch.float32 and torch.equal(logits, hidden.float() @ model.lm_head.weight.float().T)
+
+
 def test_one_step_makes_what_was_rewarded_likelier():
     model, rollout = small_model(), random_rollout()
     before = lesson1.score(model, rollout).sum(1)

@@ -444,6 +444,84 @@ def test_resync_rejects_an_aliased_anchor(trainer, engine, tokenizer, monkeypatc
     rejected(lambda w: check_resync(trainer, engine, tokenizer, w), "aliased")
 
 
+def test_resync_goes_through_perturb_and_the_period_counts_from_it(trainer, engine, tokenizer):
+    """A refusal at step 2, a period of 3: ages 0 1 0 1 2 0 1; the engine holds the noisy weights after each sync."""
+    noise, refused, ages = lesson3.weight_noise(0.1, 0), [], []
+
+    def loss(batch):
+        if batch.step == 2 and not refused:
+            refused.append(batch)
+            return None
+        return -batch.logp[batch.rollout.mask].mean()
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-3, weight_decay=0.0)
+    noisy = copy.deepcopy(trainer)
+    for batch in lesson3.grpo(trainer, engine, SUM, tokenizer, optimizer, loss, steps=7, period=3, seed=0, prompts=4, group_size=2, perturb=noise):
+        if batch.age == 0:
+            noisy.load_state_dict(noise(trainer.state_dict()))
+        ages.append(batch.age)
+        assert (lesson1.score(noisy, batch.rollout) - batch.rollout.logp_sampler)[batch.rollout.mask].abs().max() < 2e-4
+    assert ages == [0, 1, 0, 1, 2, 0, 1]
+
+
+# ---------------------------------------------------------------- the arms
+def synthetic(seed=0, spread=0.8):
+    """A batch whose three policies differ, of responses whose products have an ESS below 1/2 and whose tokens do not."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(B, T, V, generator=rng, dtype=torch.float64).requires_grad_()
+    _, old, q = distributions(seed=seed + 1)
+    old = (logits.detach() + spread * torch.randn(B, T, V, generator=rng, dtype=torch.float64)).log_softmax(-1)
+    logp = logits.log_softmax(-1)
+    a = torch.randint(0, V, (B, T), generator=rng)
+    pick = lambda x: torch.where(MASK, x.gather(-1, a[..., None])[..., 0], 0.0)
+    rollout = lesson1.Rollout(*[torch.zeros(B, 1)] * 2, a, MASK, pick(q), torch.arange(V).expand(B, T, V), q, ["stop"] * B, 0, 1.0, True)
+    return logits, lesson3.Batch(0, 1, rollout, A, A, pick(logp), pick(old), logp, old, V)
+
+
+def batch_gradient(loss, seed, spread=0.8):
+    """Of the arm's loss with respect to the logits, None where it refuses."""
+    logits, batch = synthetic(seed, spread)
+    value = loss(batch)
+    return None if value is None else torch.autograd.grad(value, logits)[0]
+
+
+def test_a_batchs_policies_reach_dlc_loss_each_in_its_place():
+    logits, batch = synthetic()
+    r = batch.rollout
+    explicit = lesson4.dlc_loss(batch.logp, batch.logp_old, batch.head_logp, batch.head_logp_old, r.head_logp, A, MASK, V, resync_ess=0)
+    assert torch.equal(torch.autograd.grad(explicit, logits, retain_graph=True)[0], torch.autograd.grad(lesson4.dlc(batch, resync_ess=0), logits)[0])
+
+
+def expected_arm(name, batch):
+    """What each arm's loss is, written out."""
+    lag, total = batch.logp - batch.logp_old, batch.logp - batch.rollout.logp_sampler
+    r, rho = lag.detach().exp(), total.detach().exp()
+    product = torch.where(MASK, total, 0.0).sum(1, keepdim=True).detach().exp()
+    weight = {"tis": rho.clamp(max=2), "seq-mis": (product * (product <= 2)).expand_as(r), "ppo": lesson4.ppo_rule(lag.detach(), A), "lag clip": r.clamp(max=2),
+              "lag clip + resync": r.clamp(max=2), "dlc, ppo rule": lesson4.ppo_rule(lag.detach(), A)}.get(name, torch.ones_like(r) if name in ("on-policy", "none", "centering") else r.clamp(max=2))
+    f = lesson4.unweighted if name == "centering" else lesson4.ppo_rule if name == "dlc, ppo rule" else lesson4.truncated
+    c = lesson4.centre(batch.head_logp, batch.head_logp_old, batch.rollout.head_logp, A, V, f) if "dlc" in name or name == "centering" else 0.0
+    return lesson2.policy_loss(batch.logp, torch.where(MASK, weight, 0.0), A, MASK, int(MASK.sum()), c)
+
+
+@pytest.mark.parametrize("name", lesson4.ARMS)
+def test_every_arm_is_what_its_name_says(name):
+    refuse = {"dlc", "lag clip + resync", "dlc, ppo rule"}
+    assert lesson4.RESYNCED == refuse and lesson4.CENTERED == {"dlc", "dlc, no resync", "dlc, ppo rule", "dlc, periodic", "centering"}
+    seen = {"refused": 0, "kept": 0}
+    for seed in range(8):
+        logits, batch = synthetic(seed, 1.2)
+        ess = {level: lesson4.lag_ess(batch.lag, MASK, level) for level in ("token", "sequence")}
+        got, want = batch_gradient(lesson4.ARMS[name], seed, 1.2), torch.autograd.grad(expected_arm(name, batch), logits)[0]
+        if name in refuse and ess["sequence"] < 0.5:
+            seen["refused"] += 1
+            assert got is None
+        else:
+            seen["kept"] += 1
+            assert got is not None and torch.allclose(got, want, atol=1e-12)
+    assert seen["kept"] and (seen["refused"] or name not in refuse)
+    assert not any(batch_gradient(lesson4.ARMS[name], seed, 0.05) is None for seed in range(3))
+
+
 def test_head_of_the_real_engine(moved, engine, tokenizer):
     """The whole vocabulary comes back, each token once; the centered score's mean under it is 0; the head with the modelled
     tail comes near."""
@@ -561,6 +639,101 @@ def record(arm, fresh, seed=0, **changes):
             "ess_token": [1.0] * 6, "ess_sequence": [1.0] * 6, "mean_ratio": [1.0] * 6, **changes}
 
 
+def test_the_measure_compares_both_models_on_both_kinds_of_prefixes(trainer, moved, engine, tokenizer, small):
+    """compare, by hand: the reference's weights and responses of that step, the run's model, the run's own rollout."""
+    reference = lesson4.Reference(trainer, engine, tokenizer, small, "a")
+    engine.sync(moved)
+    _, prompts = lesson1.make_prompts(SUM, tokenizer, 6, np.random.default_rng(5))
+    own = engine.sample(prompts, 9, seed=5)
+    saved = torch.load(reference.folder / "2.pt")
+    then = copy.deepcopy(trainer)
+    then.load_state_dict(saved["weights"])
+
+    class Step:
+        step, rollout = 2, own
+    got = reference.compare(moved, Step)
+    for kind, rollout in (("fresh", lesson1.Rollout(**saved["rollout"])), ("sampler", own)):
+        with torch.no_grad():
+            p, q = (lesson1.response_logits(m, rollout).double().softmax(-1) for m in (then, moved))
+        assert got[kind][0] == pytest.approx((p * (p / q).log()).sum(-1)[rollout.mask].mean().item(), rel=1e-3)
+
+
+def test_a_runs_record_is_that_of_its_batches(trainer, engine, tokenizer, small, monkeypatch):
+    """ESS of both levels, mean ratio, syncs and dropped tokens, from the batches themselves; noise drawn once a run, by its seed;
+    the head that the setting asks for."""
+    small = lesson4.replace(small, lr=1e-2, steps=6, head=5)
+    reference, batches, heads, seeds = lesson4.Reference(trainer, engine, tokenizer, small, "a"), [], [], []
+    training, sample, noise = lesson4.training, engine.sample, lesson3.weight_noise
+
+    def seen(*args, **kwargs):
+        for batch in training(*args, **kwargs):
+            batches.append((batch.lag[batch.rollout.mask], lesson3.sequence_lag(batch), batch.age, batch.dropped))
+            yield batch
+    monkeypatch.setattr(lesson4, "training", seen)
+    monkeypatch.setattr(engine, "sample", lambda *a, **k: heads.append(k.get("head", 0)) or sample(*a, **k))
+    monkeypatch.setattr(lesson3, "weight_noise", lambda *a, **k: seeds.append((a, k)) or noise(*a, **k))
+    record = lesson4.run(trainer, engine, tokenizer, small, "dlc", 7, reference, noise=0.01)
+    for key, right in (("ess_token", [lesson2.ess(b[0]) for b in batches]), ("ess_sequence", [lesson2.ess(b[1]) for b in batches]), ("mean_ratio", [b[0].double().exp().mean().item() for b in batches])):
+        assert record[key] == pytest.approx(right, rel=1e-3), key
+    assert record["syncs"] == sum(b[2] == 0 for b in batches) > 1 and record["dropped"] == sum(b[3] for b in batches) > 0
+    assert seeds == [((0.01, 7), {})] and heads[:-2] == [5] * (len(batches) + sum(b[3] > 0 for b in batches)) and heads[-2:] == [0, 0]
+
+
+def test_held_out_accuracy_is_that_of_the_runs_weights(trainer, tokenizer):
+    """The sampler gets them; prompts of no run; sampled at temperature 1, greedy at 0."""
+    calls = []
+
+    class Stub:
+        def sync(self, model):
+            calls.append(model)
+
+        def sample(self, prompts, max_tokens, seed, temperature):
+            calls.append((prompts, temperature))
+            ids = torch.tensor([[*lesson1.right_digits(SUM, np.array([p[:8]]))[0].tolist(), lesson1.END] for p in prompts])
+            if temperature == 1.0:
+                ids[: len(ids) // 2, 7] = (ids[: len(ids) // 2, 7] + 1) % 10
+            return lesson1.Rollout(*[torch.zeros(len(ids), 1)] * 2, ids, torch.ones_like(ids, dtype=torch.bool), *[torch.zeros(len(ids), 1)] * 3, ["stop"] * len(ids), 0, temperature, True)
+    result = lesson4.held_out(trainer, Stub(), lesson4.SETTINGS["sum"], tokenizer, 8)
+    assert calls[0] is trainer and result == {"sampled": 0.5, "greedy": 1.0}
+    assert {temperature for _, temperature in calls[1:]} == {0.0, 1.0} and calls[1][0] == calls[2][0]
+    trained_on = [lesson1.make_prompts(SUM, tokenizer, 32, np.random.default_rng([seed, step]))[1] for seed in range(5) for step in range(80)]
+    assert not {tuple(p) for p in calls[1][0]} & {tuple(p) for prompts in trained_on for p in prompts}
+
+
+def test_no_run_can_share_the_references_seed():
+    with pytest.raises(ValueError):
+        lesson1.seed(str(lesson4.REFERENCE_SEED))
+
+
+def test_periodic_arms_get_the_syncs_of_dlc_with_their_own_seed(engine, tmp_path, monkeypatch, tiny):
+    """5 steps: 2 syncs with seed 0 make a period of 3, 4 with seed 1 one of 2."""
+    setting = lesson4.Setting("sum", steps=5, period=5, lr=3e-3, prompts=4, every=2)
+    monkeypatch.setattr(lesson4, "SETTINGS", {"sum": setting})
+    monkeypatch.setattr(lesson4, "plan", lambda: [("sum", arm, seed, 0.0, period) for seed in (0, 1) for arm, period in (("dlc", None), ("dlc, periodic", "as dlc"))])
+    monkeypatch.setattr(lesson1, "policy", lambda name: tiny)
+    monkeypatch.setattr(lesson1, "ROOT", tmp_path)
+    monkeypatch.setattr(lesson4, "Reference", lambda start, sampler, tokenizer, setting, policy_id: type("R", (), {"folder": lesson4.reference_folder(setting, policy_id)}))
+    periods = {}
+    monkeypatch.setattr(lesson4, "run", lambda start, sampler, tokenizer, setting, arm, seed, reference, noise, period: periods.update({(arm, seed): period}) or {"syncs": (2, 4)[seed]})
+    lesson4.study(engine, {}, {}, tmp_path / "x.json")
+    assert periods["dlc, periodic", 0] == 3 and periods["dlc, periodic", 1] == 2 and periods["dlc", 0] is None
+
+
+def test_blind_spot_counts_stale_runs_only():
+    runs = [record("none", [0.0], ess_sequence=[0.9, 0.4, 0.5, 0.6], mean_ratio=[0.7, 0.7, 0.9, 0.7]), record("on-policy", [0.0], ess_sequence=[1.0], mean_ratio=[0.1]),
+            record("dlc", [0.0], ess_sequence=[1.0], mean_ratio=[0.1])]
+    assert lesson4.blind_spot(runs).startswith("2 of 4 stale steps") and lesson4.blind_spot(runs).endswith("3 a mean ratio below .8")
+
+
+def test_tail_model_takes_the_anchor_for_the_anchor(trainer, engine, tokenizer, monkeypatch):
+    """What it hands on: the trainer's logits, its log-probs at theta_s, the engine's, each in the order of the vocabulary."""
+    seen = []
+    monkeypatch.setattr(lesson4, "tail_errors", lambda *args: seen.append(args) or [])
+    lesson4.tail_model(trainer, engine, tokenizer, lesson4.replace(lesson4.SETTINGS["sum"], prompts=4), 0)
+    logits, old, q, _ = next(args for args in seen if args[0].shape[1] == 17)
+    assert (logits.exp().sum(1) - 1).abs().max() < 1e-4 and (old - q).abs().max() < 1e-3 < (logits - old).abs().max()       # an fp32 engine holds theta_s
+
+
 def test_rows_of_the_arms():
     records = [record("on-policy", [0.0, 0.1, 0.2]), record("on-policy", [0.0, 0.3, 0.6], 1), record("none", [0.0, 1.0, 5.0])]
     rows = {row["arm"]: row for row in lesson4.arm_rows(records)}
@@ -605,6 +778,8 @@ def check_alarms(alarms):
     records = [record("on-policy", [0.1] * 3), record("none", [0.0, 0.4, 0.4], ess_sequence=low(1)), record("tis", [0.0, 0.2, 0.4], ess_sequence=low(4)),
                record("ppo", [0.0, 0.2, 0.2], ess_sequence=low(5)), record("lag clip", [0.0, 0.1, 0.3], ess_token=low(3), mean_ratio=[0.7] * 6),
                record("dlc", [9.0] * 3), record("dlc, periodic", [9.0] * 3)]
+    # other settings have floors of their own, and the free tokens are another question
+    records += [record("on-policy", [50.0] * 3, setting="stop"), record("none", [1.0] * 3, setting="free, raw", task="free", ess_sequence=low(0))]
     rows = {row["level"]: row for row in alarms(records)}
     sequence, token, mass = rows["ESS of responses < 1/2"], rows["ESS of tokens < 1/2"], rows["mean ratio < 0.8"]
     assert (sequence["before"], sequence["late"], sequence["quiet"], sequence["false"], sequence["leads"]) == (1, 1, 2, 1, [1])

@@ -433,6 +433,73 @@ def test_jump_finds_a_jump_and_replay_takes_it_away(mixture_trainer, mixture_eng
     assert result["step_at_a_flip"] > 3 * result["step_elsewhere"] and result["step_at_a_flip"] > 3 * result["step_replayed"]
 
 
+def test_jump_reports_what_it_replayed(mixture_trainer, mixture_engine, tokenizer):
+    """On few points: the replayed curve starts with the live one and leaves it; picks flip where it says, and nowhere else."""
+    mixture_engine.sync(mixture_trainer)
+    digits, prompts = lesson1.make_prompts(SUM, tokenizer, 8, np.random.default_rng(0))
+    rollout, ahead = mixture_engine.sample(prompts, 9, seed=0), copy.deepcopy(mixture_trainer)
+    lesson1.one_step(ahead, rollout, lesson1.rewards(SUM, digits, rollout, tokenizer), 1.5e-3)
+    result = lesson5.jump(mixture_trainer, ahead, rollout, points=6)
+    model = copy.deepcopy(mixture_trainer).double()
+    model.set_experts_implementation("eager")
+    start, end = model.state_dict(), copy.deepcopy(ahead).double().state_dict()
+    start = {name: value.clone() for name, value in start.items()}
+    picks, live, fixed = [], [], []
+    for u in result["u"]:
+        logp, routes = lesson5.path_logp(model, start, end, u, rollout)
+        picks.append(routes)
+        live.append(logp[rollout.mask])
+        fixed.append(lesson5.path_logp(model, start, end, u, rollout, picks[0])[0][rollout.mask])
+    token = next(i for i in range(len(live[0])) if abs(live[0][i].item() - result["live"][0]) < 1e-12 and abs(live[-1][i].item() - result["live"][-1]) < 1e-12)
+    assert result["replayed"] == pytest.approx([x[token].item() for x in fixed], abs=1e-9) and result["replayed"][0] == pytest.approx(result["live"][0], abs=1e-9)
+    flipped = torch.stack([(lesson5.flips(a, b, rollout) > 0).any(1) for a, b in zip(picks, picks[1:])])
+    assert result["flips_at"] == torch.nonzero(flipped[:, token]).flatten().tolist()
+    steps = torch.stack(live).diff(dim=0).abs()
+    assert result["step_elsewhere"] == pytest.approx(steps[~flipped].mean().item(), rel=1e-6) and result["step_at_a_flip"] == pytest.approx(steps[flipped].mean().item(), rel=1e-6)
+
+
+def test_one_policy_measures_each_situation_with_its_own_weights(mixture, mixture_trainer, mixture_engine, tokenizer):
+    """On the fp32 engine: natural agrees to rounding, the noise is gone when the next repeat begins, R2 stands where there is a lag
+    and replays the weights before the step; the trainer is left as it was."""
+    before = [p.clone() for p in mixture_trainer.parameters()]
+    rows = {(r["situation"], r["replay"]): r for r in lesson5.one_policy(mixture, mixture_trainer, mixture_engine, tokenizer, 0, True)}
+    assert set(rows) == {(s, k) for s in ("natural, fp32 trainer", "natural, bf16 trainer", "weight noise 2%") for k in ("none", "r3")} | {("one step stale", k) for k in ("none", "r2", "r3")}
+    natural, rounded, noise = (rows[s, "none"] for s in ("natural, fp32 trainer", "natural, bf16 trainer", "weight noise 2%"))
+    assert natural["abs"] < 1e-5 and 1e-3 < rounded["abs"] < noise["abs"] < 5e-2
+    assert natural["flips"]["picks"] < 1e-3 < rounded["flips"]["picks"]
+    stale = {k: rows["one step stale", k]["k3"] for k in ("none", "r2", "r3")}
+    assert stale["r2"] == pytest.approx(stale["r3"], rel=1e-2) and stale["r2"] != stale["none"]          # an fp32 engine picks as the old weights do
+    assert rows["one step stale", "none"]["rms where one does"] > rows["one step stale", "none"]["rms where no pick flips"]
+    assert all(torch.equal(a, b) for a, b in zip(before, mixture_trainer.parameters()))
+
+
+def test_gradients_replay_what_they_say(mixture_trainer, mixture_engine, tokenizer, monkeypatch):
+    """R2 is the live gradient at the sync and not later; with nothing replayed both are the live one, of its own size."""
+    rows = lesson5.gradients(mixture_trainer, mixture_engine, tokenizer, 0, True)
+    assert [row["age"] for row in rows] == [0, 1, 4] and rows[0]["r2"] == pytest.approx(1, abs=1e-9) and rows[0]["r2 size"] == pytest.approx(1, abs=1e-6)
+    assert all(row["r2"] < 0.999 and row["r2"] == pytest.approx(row["r3"], abs=2e-2) for row in rows[1:])
+    monkeypatch.setattr(lesson5, "routes_for", lambda *args: None)
+    assert all(row[key] == pytest.approx(1, abs=1e-9) for row in lesson5.gradients(mixture_trainer, mixture_engine, tokenizer, 0, True) for key in ("r2", "r3", "r2 size"))
+    gradient = lesson5.replayed_gradient
+    monkeypatch.setattr(lesson5, "routes_for", lambda kind, *args: kind)
+    monkeypatch.setattr(lesson5, "replayed_gradient", lambda model, rollout, A, routes: gradient(model, rollout, A, None) * {None: 1, "r2": 2, "r3": 3}[routes])
+    assert [rows[0][f"{kind} size"] for rows in [lesson5.gradients(mixture_trainer, mixture_engine, tokenizer, 0, True)] for kind in ("r2", "r3")] == pytest.approx([2, 3])
+
+
+def test_the_study_trains_with_what_it_names(mixture_trainer, mixture_engine, tokenizer, monkeypatch):
+    """Arm, seed, period, weight and scoring of every run; the reference's own settings."""
+    calls, references = [], []
+    monkeypatch.setattr(lesson4, "run", lambda start, engine, tokenizer, setting, arm, seed, reference, **changes: calls.append((setting, arm, seed, changes)) or {})
+    monkeypatch.setattr(lesson4, "Reference", lambda start, engine, tokenizer, setting, policy_id: references.append(setting) or True)
+    monkeypatch.setattr(lesson5, "replayed_score", lambda kind: kind)
+    monkeypatch.setattr(lesson3, "weighted", lambda correct: correct)
+    lesson5.study(mixture_trainer, mixture_engine, tokenizer, "a", {}, lambda records: None)
+    assert references == [lesson5.STUDY] and all(setting == lesson5.STUDY for setting, *_ in calls)
+    weights = lesson2.CORRECTIONS
+    assert [(arm, seed, c["period"], c["score"], c["loss"]) for _, arm, seed, c in calls] == [("on-policy", seed, 1, "none", weights["none"]) for seed in range(3)] + [
+        ("minirl", seed, period, kind, weights["minirl"]) for period in (2, 8, 32) for kind in ("none", "r2", "r3") for seed in range(3)]
+
+
 def test_a_study_goes_on_where_it_stopped(mixture_trainer, mixture_engine, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(lesson5, "STUDY", lesson4.Setting("sum", steps=2, period=2, lr=1e-3, prompts=2, every=2))
     monkeypatch.setattr(lesson1, "ROOT", tmp_path)
