@@ -4,7 +4,7 @@ python tests/bench.py              the tiny policy's steps by correction; vLLM a
 python tests/bench.py --full-size  one step at the size of Qwen3-0.6B with random weights: memory, seconds, recording the head (10 minutes, 20 GiB)
 
 A random model's answers say nothing that a reward could judge: there the reward is the parity of the response's token ids.
-Memory is the peak of the process' resident set during the steps, over what it was before them."""
+Memory is the peak of the process' resident set, evaluation and checkpoint included, over what it was when only the engine stood."""
 import csv
 import json
 import statistics
@@ -134,7 +134,7 @@ def full_size() -> None:
         path = make_model(Path(folder), **QWEN3_06B)
         r = run_child(path, prompts=2, group_size=2, max_tokens=48, steps=1, correction="dlc", head=128)
         row = r["rows"][0]
-        print(f"a step of 4 responses, {row['tokens']} tokens, K = 128: peak {r['peak']:.1f} GiB (of which engine and trainer before the step {r['before']:.1f}); "
+        print(f"a step of 4 responses, {row['tokens']} tokens, K = 128: peak {r['peak']:.1f} GiB (of which the engine, before the trainer is loaded, {r['before']:.1f}); "
               + ", ".join(f"{part} {float(row[f'seconds_{part}']):.1f} s" for part in train.SECONDS) + f"; |d| {float(row['discrepancy_abs']):.1e}, gradient norm {float(row['grad_norm']):.4g}")
         sampler = lesson1.Sampler(path)
         prompts = [[1, 2, 3, lesson1.EQUALS]] * 4
