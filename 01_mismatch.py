@@ -263,6 +263,8 @@ def find_model(name: str | None, architecture: dict | None = None) -> str:
     if name is None and (architecture or DEVICE.type == "cpu"):
         return str(policy("sum", architecture or ARCHITECTURE))
     name = HUB_MODEL if name is None else name
+    if "/" in name and Path(name).parent.is_dir() and not Path(name).exists():     # no hub name: do not ask the network
+        raise ValueError(f"--model {name}: there is no such directory")
     part = "model"
     try:
         config = transformers.AutoConfig.from_pretrained(name)

@@ -85,7 +85,7 @@ def parse(argv):
     add = parser.add_argument
     add("--model", help=f"a local directory or a hub name (default: {lesson1.HUB_MODEL} on a GPU, else the tiny policy)")
     add("--steps", type=positive(int), help="optimizer steps (80; --quick: 4)")
-    add("--prompts", type=positive(int), help="prompts a step (32; not tiny: 16; --quick: 8)")
+    add("--prompts", type=positive(int), help="prompts a step (32, for which --lr is chosen; not tiny: 16; --quick: 8)")
     add("--group-size", type=positive(int), default=8, help="responses a prompt; a group of 1 has no advantage")
     add("--max-tokens", type=positive(int), help="longest response (9, what the task needs; not tiny: 256)")
     add("--lr", type=positive(float), help="learning rate of AdamW, falling linearly to 0 (1.5e-3; not tiny: 1e-6)")
@@ -104,7 +104,7 @@ def parse(argv):
         "float32 (float32; on a GPU bfloat16)")
     add("--head-fp32", action="store_true", help="the model's output layer (its head) in float32, in the engine and in the trainer")
     add("--seed", type=lesson1.seed, default=0, help="of the prompts and of the sampling, 0 to 2^32 - 1")
-    add("--out", type=Path, help="the run's folder (runs/<correction>-s<staleness>-seed<seed>; with --quick, -quick behind it)")
+    add("--out", type=Path, help="the run's folder (runs/<correction>-s<staleness>-seed<seed>, with -<replay> in it if there is any, and -quick)")
     add("--save-every", type=positive(int), default=20, help=f"steps between checkpoints; the newest {KEEP} are kept")
     add("--quick", action="store_true", help="4 steps of 8 prompts, to see that everything works")
     add("--resume", type=Path, metavar="RUN", help="a run's folder: goes on from its newest checkpoint, with its flags")
@@ -126,7 +126,7 @@ def parse(argv):
     if args.model and Path(args.model).exists():
         args.model = str(Path(args.model).resolve())       # a run can be resumed from elsewhere
     args.out = args.out or lesson1.ROOT / "runs" / (
-        f"{args.correction}-s{args.staleness}-seed{args.seed}" + ("-quick" if args.quick else ""))
+        f"{args.correction}-s{args.staleness}" + (f"-{args.replay}" if args.replay != "none" else "") + f"-seed{args.seed}" + ("-quick" if args.quick else ""))
     if (args.out / "metrics.csv").exists() and not args.resume:
         parser.error(f"--out {args.out} holds a run already: --resume it, choose another folder, or delete this one")
     try:
@@ -431,7 +431,7 @@ def left_behind(out: Path) -> str:
     """What an unfinished run can be used for."""
     rows = len((out / "metrics.csv").read_text().splitlines()) - 1 if (out / "metrics.csv").exists() else 0
     saved = sorted(p.name for p in out.glob("checkpoint-*") if not p.name.endswith(".tmp"))
-    return f"{out} holds {rows} steps in metrics.csv and {', '.join(saved) or 'no checkpoint yet'}"
+    return f"{out} holds {rows} steps in metrics.csv and {', '.join(saved) or 'no checkpoint yet (--resume begins anew)'}"
 
 
 def main(argv=None, sampler=None) -> None:
@@ -483,7 +483,7 @@ def main(argv=None, sampler=None) -> None:
           f"({sum(int(row['dropped_tokens']) for row in rows)} tokens dropped)")
     print(f"{args.steps} steps in {total:.0f} s: " + ", ".join(f"{part} {share:.1%}" for part, share in split.items()))
     print(f"held-out accuracy, {8 * args.prompts} prompts: " + ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in before))
-    print(f"{args.out}: metrics.csv, summary.json, train.png, checkpoint-{args.steps}/")
+    print(f"{args.out}: metrics.csv, summary.json, train.png, checkpoint-{args.steps}/" + ("  (--quick: everything works; 4 steps teach nothing)" if args.quick else ""))
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def test_models_that_cannot_be_used_are_refused_in_one_line(tmp_path, tiny, caps
         assert error.count("\n") == 1 and str(path) in error
         return error
 
-    assert "no model" in refusal(tmp_path / "nothing-here")
+    assert "no such directory" in refusal(tmp_path / "nothing-here")
     (tmp_path / "lacks").mkdir()
     (tmp_path / "lacks" / "config.json").write_text((tiny / "config.json").read_text())
     assert "no tokenizer" in refusal(tmp_path / "lacks")

@@ -653,7 +653,7 @@ def test_interrupted_before_the_first_step_leaves_nothing_in_the_way(tmp_path, e
         patch.setattr(engine, "sync", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(SystemExit):
             run(tmp_path / "a", engine)
-    assert "0 steps in metrics.csv and no checkpoint yet" in capsys.readouterr().err
+    assert "0 steps in metrics.csv and no checkpoint yet (--resume begins anew)" in capsys.readouterr().err
     assert len(run(tmp_path / "a", engine)) == 2
 
 
