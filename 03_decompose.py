@@ -111,6 +111,7 @@ def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period:
         old.load_state_dict(trainer.state_dict())                  # copies: the anchor stays where the sampler is
 
     def draw_batch(attempt: int) -> Batch:
+        """This step's prompts with other responses at each attempt, scored with both weights."""
         digits, questions = lesson1.make_prompts(task, tokenizer, prompts, np.random.default_rng([seed, step]))
         rollout = sampler.sample(questions, max_tokens or task.max_tokens, seed=[seed, step, attempt], group_size=group_size, head=head)
         R = lesson1.rewards(task, digits.repeat(group_size, 0), rollout, tokenizer)

@@ -203,6 +203,7 @@ SETTINGS = {                     # found with a simulated engine, on other seeds
 FULL_SIZE = Setting("sum", steps=80, period=64, lr=1e-6, prompts=8, max_tokens=256, every=20, head=128)
 REFERENCE_SEED = 2**32           # of the on-policy run that all are held against: no --seed reaches it
 EARLY = 4                        # response positions that count as early
+HARM, COMMON = 3, 0.2            # harm: so many floors; and in nats, the same for fresh and the sampler's prefixes
 
 
 # ---------------------------------------------------------------- the measure
@@ -423,11 +424,11 @@ def arm_rows(records: list[dict]) -> list[dict]:
     return rows
 
 
-def threshold(records: list[dict], prefixes: str = "fresh", factor: float = 3.0) -> np.ndarray:
-    """What counts as harm, checkpoint by checkpoint: `factor` times the floor, or times the on-policy runs' mean at this
+def threshold(records: list[dict], prefixes: str = "fresh") -> np.ndarray:
+    """What counts as harm, checkpoint by checkpoint: HARM times the floor, or times the on-policy runs' mean at this
     checkpoint where that is more (two on-policy runs are furthest apart while they learn fastest)."""
     curve = np.mean([r[f"kl {prefixes}"] for r in records if r["arm"] == "on-policy"], 0)
-    return factor * np.maximum(curve, curve.mean())
+    return HARM * np.maximum(curve, curve.mean())
 
 
 def first(steps, values, above):
@@ -468,7 +469,7 @@ def alarms(records: list[dict]) -> list[dict]:
     return rows
 
 
-def prefixes(records: list[dict], common: float = 0.2) -> list[dict]:
+def prefixes(records: list[dict]) -> list[dict]:
     """A row an arm of the early-stop task: KL at early and late positions on both kinds of prefixes, and the first step above a
     common threshold and above three times the prefixes' own floor, seed by seed."""
     rows = []
@@ -477,7 +478,7 @@ def prefixes(records: list[dict], common: float = 0.2) -> list[dict]:
         for kind in ("fresh", "sampler"):
             for part in (" early", " late"):
                 row[kind + part] = [mean_kl(r, kind, part) for r in mine]
-            row[f"{kind} above {common}"] = [first(r["at"], r[f"kl {kind}"], common) for r in mine]
+            row[f"{kind} above {COMMON}"] = [first(r["at"], r[f"kl {kind}"], COMMON) for r in mine]
             row[f"{kind} above 3 floors"] = [first(r["at"], r[f"kl {kind}"], threshold(records, kind)) for r in mine]
         rows.append(row)
     return rows

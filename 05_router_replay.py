@@ -94,6 +94,7 @@ def replay(model, routes: Tensor):
     check_routes(model, routes)
 
     def replaced(picks):
+        """A hook that gives a router these picks (n, k)."""
         def hook(router, inputs, output):
             if inputs[0].numel() // inputs[0].shape[-1] != len(picks):
                 raise ValueError(f"routes for {len(picks)} input tokens, but the batch has {inputs[0].numel() // inputs[0].shape[-1]}")

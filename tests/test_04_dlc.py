@@ -77,7 +77,7 @@ def check_centre(centre):
     assert torch.allclose(got, expected, atol=1e-5)
 
 
-def centre_with(*, under="sampler", detach=True, f_inside=True, tail="modelled", clamp=True, tail_weight=True, double=False, by_old=False, own_rule=None):
+def centre_with(*, under="sampler", detach=True, f_inside=True, tail="modelled", clamp=True, tail_weight=True, double=False, own_rule=None):
     """lesson4.centre with one thing wrong."""
     def wrong(head_logp, head_logp_old, head_logp_sampler, advantage, vocabulary, f=lesson4.truncated):
         pi, old, q = (x.exp() for x in (head_logp, head_logp_old, head_logp_sampler))
@@ -401,7 +401,7 @@ class Recorder:
         return self.rollouts[-1]
 
 
-def check_resync(trainer, engine, tokenizer, wrong="", patch=lambda: None):
+def check_resync(trainer, engine, tokenizer, wrong=""):
     """A loss that refuses step 2: what is trained on then comes from the trainer's weights, and so does the anchor."""
     sampler, refused, trained = Recorder(engine, wrong), [], []
 
@@ -745,15 +745,14 @@ def check_threshold(threshold):
     """Floor .2 on the mean, .5 at the second checkpoint; other arms do not count."""
     records = [record("on-policy", [0.0, 0.4, 0.1]), record("on-policy", [0.1, 0.6, 0.0], 1), record("none", [9.0, 9.0, 9.0])]
     assert np.allclose(threshold(records), [0.6, 1.5, 0.6]) and np.allclose(threshold(records, "sampler"), [0.06, 0.15, 0.06])
-    assert np.allclose(threshold(records, factor=1.0), [0.2, 0.5, 0.2])
 
 
 WRONG_THRESHOLD = {
-    "the mean alone": lambda records, prefixes="fresh", factor=3.0: np.full(3, factor * lesson4.floor(records, prefixes)),
-    "the checkpoint alone": lambda records, prefixes="fresh", factor=3.0: factor * np.mean([r[f"kl {prefixes}"] for r in records[:2]], 0),
-    "of all arms": lambda records, prefixes="fresh", factor=3.0: lesson4.threshold([{**r, "arm": "on-policy"} for r in records], prefixes, factor),
-    "always fresh": lambda records, prefixes="fresh", factor=3.0: lesson4.threshold(records, "fresh", factor),
-    "without the factor": lambda records, prefixes="fresh", factor=3.0: lesson4.threshold(records, prefixes, 1.0),
+    "the mean alone": lambda records, prefixes="fresh": np.full(3, 3 * lesson4.floor(records, prefixes)),
+    "the checkpoint alone": lambda records, prefixes="fresh": 3 * np.mean([r[f"kl {prefixes}"] for r in records[:2]], 0),
+    "of all arms": lambda records, prefixes="fresh": lesson4.threshold([{**r, "arm": "on-policy"} for r in records], prefixes),
+    "always fresh": lambda records, prefixes="fresh": lesson4.threshold(records),
+    "the floor itself": lambda records, prefixes="fresh": lesson4.threshold(records, prefixes) / 3,
 }
 
 
