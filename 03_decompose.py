@@ -1,81 +1,126 @@
-"""Lesson 3: which part of each token's error is the engine's, which the stale weights'? How do they evolve?
+"""Lesson 3: which part of each token's error is the engine's, which the stale weights'?
 
-Evaluate the trainer at the weights that the SAMPLER holds, and every sampled token's error splits exactly:
+Evaluate the trainer at theta_s, the weights that the SAMPLER holds. Then the error of every sampled
+token splits exactly:
 
-    log pi_theta - log mu  =  (log pi_{theta_s} - log mu)  +  (log pi_theta - log pi_{theta_s})
-                           =   discrepancy d: numerics     +   lag l: stale weights
+    log pi_theta - log mu  =  (log pi_theta_s - log mu)  +  (log pi_theta - log pi_theta_s)
+                           =    discrepancy d: numerics  +       lag l: stale weights
 
-The two behave differently, and the paper that this project teaches derives its correction from how
-("On the Origin and Evolution of Training-Inference Mismatch in LLM Reinforcement Learning", Li, Zhou,
-Lan 2026; we could read its abstract only). This lesson follows both through training with a stale sampler, and
-measures what each leaves in the gradient:
+The two behave differently, and from that the paper that this project teaches derives its correction
+("On the Origin and Evolution of Training-Inference Mismatch in LLM Reinforcement Learning", Li,
+Zhou, Lan 2026; we could read its abstract only). This lesson follows both through training with a
+stale sampler. Then it measures a bias that they leave in the gradient:
 
-    drift   D = E_mu[ A sum_v q_v s_v ],   q = mu(. | prefix),  s_v = grad log pi(v | prefix)
+    drift   D = E_mu[A sum_v q_v s_v],   q = mu(. | prefix),   s_v = grad log pi(v | prefix)
 
-sum_v q_v s_v is 0 for q = pi, and -grad KL(q || pi) otherwise (score centering, arXiv 2609.20807): where the mean
-advantage of a prefix is above 0, training pulls the policy towards the engine's distribution, below 0 away from it.
+sum_v q_v s_v is 0 if q = pi, and -grad KL(q || pi) otherwise (score centering, arXiv 2609.20807). So
+the drift pulls the policy towards the engine's distribution where the mean advantage of a prefix is
+above 0, and away from it where that is below 0.
 
-Run it:  python 03_decompose.py            a CPU, under 2 min once the two policies exist
-         python 03_decompose.py --study    the feedback loop as well: five paired seeds at two rates, 5 min, resumable
-         --model Qwen/Qwen3-0.6B           a CUDA GPU (points 1 and 2; not run yet)
-Expect:  the identity to 1e-15; lag 0 at each sync and growing with the age, above the discrepancy after one
-         step; ESS near exp(-Var lag) only while the lag is small; a drift that points the same way step after
-         step if the engine makes it, and slowly loses its direction if the lag does; next to no drift at the
-         natural discrepancy, or with group-mean advantages. figures/03_decompose.json and .png.
+  python 03_decompose.py                           a CPU: 2 minutes, with two tiny policies
+  python 03_decompose.py --model Qwen/Qwen3-0.6B   a CUDA GPU: the stale run only; not run yet
+  python figures/study.py 03                       the feedback loop, five paired seeds: 5 minutes
 
-Exercises (tests/test_03_decompose.py grades the functions):
- 1. Write `split` (two lines) and break it: score the anchor with the trainer's current weights. Which of the two
-    parts is then 0 for ever? test_split.
- 2. Write `cross` and `norm2`: why does the norm of one gradient estimate overstate the norm of its mean, and the
-    product of two independent halves not? 2 lines each; test_cross_halves.
- 3. In `gradient_bias`, load weights that are all 1 % too large into the engine (1 line): is the drift that of
-    1 % noise? Predict first: what does a factor on all logits do to q?
- 4. Change `PERIOD` to 2 and to 40. Which of the two parts notices?
- 5. Reach a number: an ESS of responses above 0.5 at the last age before a sync, by the learning rate alone. What does
-    it cost?
- 6. Find the bug: `python tests/exercises.py --bug 03 --seed 1`, then --seed 2, 3 (see the README).
+Expect a lag of exactly 0 at each sync, and of tens of times the discrepancy one step later. Expect a
+drift that keeps its direction as long as the engine makes it, and loses it if the lag does. Expect
+next to no drift at the natural discrepancy, and little of it with group-mean advantages.
+
+Exercises: tests/EXERCISES.md.
 """
 import copy
-import json
+import itertools
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 
 lesson1 = import_module("01_mismatch")   # before torch: it hides the broken packages around it
 lesson2 = import_module("02_importance_sampling")
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 
-PERIOD = 10        # P: steps between syncs (staleness 9)
-STEPS = 40
-NOISES = (0.01, 0.02, 0.05, 0.1)   # relative weight noise loaded into the engine
+STEPS, PERIOD = 40, 10               # of the stale run; steps between its syncs
+NOISES = (0.01, 0.02, 0.05, 0.1)     # relative size of the parameter noise in the engine
+SIZES = {   # of the stale run: prompts per step, longest response (None: the task's), learning rate
+    "tiny": (32, None, 1.5e-3), "cpu": (4, 64, 1e-6), "gpu": (8, 256, 1e-6)}
 
 
 # ---------------------------------------------------------------- the split
 def split(logp: Tensor, logp_old: Tensor, logp_sampler: Tensor) -> tuple[Tensor, Tensor]:
-    """(discrepancy, lag), nats. Their sum is log pi - log mu whatever the three are."""
+    """(discrepancy, lag) in nats, both of the shape of the three log-probs."""
+    # log pi - log mu = (log pi_old - log mu) + (log pi - log pi_old)
     return logp_old - logp_sampler, logp - logp_old
 
 
-# ---------------------------------------------------------------- a GRPO loop of a few lines
+# ---------------------------------------------------------------- the drift
+def flat_gradient(model, value: Tensor) -> Tensor:
+    """Gradient of `value` in all parameters, as one float64 vector."""
+    gradients = torch.autograd.grad(value, list(model.parameters()))
+    return torch.cat([g.flatten() for g in gradients]).double()
+
+
+def policy_gradient(model, rollout, A: Tensor) -> Tensor:
+    """E[A s] as a parameter gradient, a mean over response tokens. A (B,)."""
+    logp = lesson1.logprobs(model, rollout, grad=True)                           # (B, T)
+    # A s = grad of A log pi(token)
+    return flat_gradient(model, (A[:, None] * logp).sum() / rollout.mask.sum())
+
+
+def drift(model, rollout, A: Tensor) -> Tensor:
+    """D = E[A sum_v q_v s_v], likewise. q is the recorded head, which must be the vocabulary."""
+    _, head_logp = lesson1.logprobs(model, rollout, head=True, grad=True)        # (B, T, V)
+    # sum_v q_v s_v = grad of sum_v sg(q_v) log pi_v; where top-k cut mu, q_v = exp(-inf) = 0
+    expected = (rollout.head_logp.exp() * head_logp).sum(-1)                     # (B, T)
+    expected = torch.where(rollout.mask, expected, 0.0)
+    return flat_gradient(model, (A[:, None] * expected).sum() / rollout.mask.sum())
+
+
+def in_halves(f, model, rollout, A: Tensor) -> tuple[Tensor, Tensor]:
+    """f on each half of the prompts: two independent estimates of one mean. The norm of a single
+    estimate is mostly noise. A product across the halves is not, as no noise meets itself."""
+    half = len(rollout) // 2
+    return f(model, rollout[:half], A[:half]), f(model, rollout[half:], A[half:])
+
+
+def cross(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float:
+    """Inner product of two means, from two independent estimates of each. Unbiased."""
+    return ((a[0] @ b[1] + a[1] @ b[0]) / 2).item()
+
+
+def norm2(a: tuple[Tensor, Tensor]) -> float:
+    """Squared norm of a mean, likewise. Where there is nothing it can fall below 0."""
+    return (a[0] @ a[1]).item()
+
+
+def root(x: float) -> float:
+    """sqrt(x), or NaN for a squared norm that is not above 0: it drowns in noise."""
+    return x**0.5 if x > 0 else float("nan")
+
+
+def cosine(pairs: list) -> float:
+    """Cosine of two means, over one or more pairs of them. It is a ratio of averages, since a single
+    cosine divides by norms that noise can push below 0. It can exceed 1."""
+    product = np.mean([cross(a, b) for a, b in pairs])
+    first, second = (np.mean([norm2(pair[i]) for pair in pairs]) for i in (0, 1))
+    return float(product / (root(first) * root(second)))
+
+
+# ---------------------------------------------------------------- GRPO with a stale sampler
 @dataclass
 class Batch:
-    """One step's batch, before the update."""
+    """One step's batch, before the update. B responses, T positions, K recorded tokens."""
     step: int
-    age: int                       # steps since the last sync
+    age: int                   # steps since the last sync
     rollout: "lesson1.Rollout"
-    R: Tensor                      # (B,)
-    advantage: Tensor              # (B,)
-    logp: Tensor                   # (B, T) log pi at theta, with its graph
-    logp_old: Tensor               # (B, T) log pi at theta_s, the sampler's weights
-    head_logp: Tensor              # (B, T, K) log pi of the recorded head at theta, with its graph
-    head_logp_old: Tensor          # (B, T, K) the same at theta_s
-    vocabulary: int                # V; K = V: the head is everything
-    dropped: int = 0               # tokens of the batch that this one replaces, see `grpo`
+    R: Tensor                  # (B,) rewards
+    advantage: Tensor          # (B,)
+    logp: Tensor               # (B, T) log pi at theta, with its graph
+    logp_old: Tensor           # (B, T) log pi at theta_s, the sampler's weights
+    head_logp: Tensor          # (B, T, K) log pi of the recorded head at theta, with its graph
+    head_logp_old: Tensor      # (B, T, K) the same at theta_s
+    vocabulary: int            # V; K = V: the head is everything
+    dropped: int = 0           # tokens of the refused batch that this one replaces
 
     @property
     def discrepancy(self) -> Tensor:
@@ -84,6 +129,69 @@ class Batch:
     @property
     def lag(self) -> Tensor:
         return split(self.logp.detach(), self.logp_old, self.rollout.logp_sampler)[1]
+
+    @property
+    def lag_of_responses(self) -> Tensor:
+        """(B,) a response's log-weight, sum_t l_t."""
+        return lesson2.sequence_sum(self.lag, self.rollout.mask)[:, 0]
+
+
+def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period: int, seed: int,
+         prompts: int = 32, group_size: int = 8, max_tokens: int | None = None,
+         advantage: str = "std", head: int = 0, perturb=None, decay: bool = True,
+         logprobs=lambda model, rollout, old, grad: lesson1.logprobs(model, rollout, True, grad)):
+    """The loop of train.py as a generator: yields each step's Batch, then updates on loss(batch).
+
+    The sampler is synced once its weights are `period` steps old, through `perturb` (state -> state)
+    if it is to hold others. A loss of None refuses the batch: the sampler is synced, and the prompts
+    are sampled once more. logprobs(model, rollout, old, grad) evaluates `model`, which is either the
+    trainer or `old`, the trainer at theta_s. Raises ValueError or RuntimeError with the step."""
+    old, synced = copy.deepcopy(trainer), 0            # theta_s, and the step at which it was theta
+    V, lr = lesson1.vocabulary(trainer), optimizer.param_groups[0]["lr"]
+    for step in range(steps):
+        dropped = 0
+        for attempt in (1, 2):            # the second one only where `loss` refuses the first batch
+            # 1. sync: theta_s <- theta
+            if step == 0 or step - synced == period or attempt == 2:
+                old.load_state_dict(trainer.state_dict())
+                sampler.sync(trainer, perturb(trainer.state_dict()) if perturb else None)
+                synced = step
+
+            # 2. sample: y ~ mu at theta_s. All randomness comes from the seed, step and attempt
+            digits, questions = lesson1.make_prompts(
+                task, tokenizer, prompts, np.random.default_rng([seed, step]))
+            rollout = sampler.sample(questions, max_tokens or task.max_tokens,
+                                     seed=[seed, step, attempt], group_size=group_size, head=head)
+            if not rollout.neutral or rollout.version != sampler.version:
+                raise ValueError(f"step {step}: not sampled from mu at the sampler's weights")
+            if missing := int((rollout.mask & ~rollout.logp_sampler.isfinite()).sum()):
+                raise RuntimeError(f"step {step}: {missing} sampled tokens have no finite log mu")
+
+            # 3. log-probs: log pi - log mu = d + l. Both in the same micro-batches: another shape
+            # would round elsewhere, and its rounding would count as lag
+            logp, head_logp = logprobs(trainer, rollout, old, grad=True)
+            logp_old, head_logp_old = logprobs(old, rollout, old, grad=False)
+
+            # 4. judge and 5. weigh: L = -sum A (w log pi - c) / N, or None
+            R = lesson1.rewards(task, digits.repeat(group_size, 0), rollout, tokenizer)
+            A = lesson2.advantages(R, group_size, advantage).to(lesson1.DEVICE)
+            batch = Batch(step, step - synced, rollout, R, A, logp, logp_old,
+                          head_logp, head_logp_old, V, dropped)
+            value = loss(batch)
+            if value is not None:
+                break
+            dropped = int(rollout.mask.sum())
+        else:
+            raise RuntimeError(f"step {step}: the loss refuses a batch that has no lag")
+        yield batch
+
+        # 6. update
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (1 - step / steps) if decay else lr      # falls linearly to 0
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def weighted(correct):
@@ -95,390 +203,208 @@ def weighted(correct):
     return loss
 
 
-def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period: int, seed: int, prompts: int = 32,
-         group_size: int = 8, max_tokens: int | None = None, advantage: str = "std", head: int = 0, perturb=None, decay: bool = True,
-         score=lambda model, rollout, old, grad: lesson1.score(model, rollout, head=True, grad=grad)):
-    """Yields each step's Batch, then updates `trainer` on it. The sampler takes the trainer's weights when they are `period`
-    steps old, through `perturb` (state dict -> state dict) if the engine is to hold others. A loss that returns None refuses
-    its batch: the sampler is synced, the batch dropped and sampled again, once. score(model, rollout, old, grad): log-probs of
-    the tokens and of the head under `model`, which is the trainer, or `old`, the trainer at the sampler's weights."""
-    old, synced = copy.deepcopy(trainer), 0                        # theta_s, and the step at which it was theta
-    vocabulary = trainer.config.get_text_config().vocab_size
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 - k / steps if decay else 1.0)
-
-    def sync():
-        sampler.sync(trainer, perturb(trainer.state_dict()) if perturb else None)
-        old.load_state_dict(trainer.state_dict())                  # copies: the anchor stays where the sampler is
-
-    def draw_batch(attempt: int) -> Batch:
-        """This step's prompts with other responses at each attempt, scored with both weights."""
-        digits, questions = lesson1.make_prompts(task, tokenizer, prompts, np.random.default_rng([seed, step]))
-        rollout = sampler.sample(questions, max_tokens or task.max_tokens, seed=[seed, step, attempt], group_size=group_size, head=head)
-        R = lesson1.rewards(task, digits.repeat(group_size, 0), rollout, tokenizer)
-        A = lesson2.advantages(R, group_size, advantage).to(lesson1.DEVICE)
-        logp, head_logp = score(trainer, rollout, old, grad=True)
-        logp_old, head_logp_old = score(old, rollout, old, grad=False)         # in the same micro-batches: another shape rounds elsewhere, and would count as lag
-        return Batch(step, step - synced, rollout, R, A, logp, logp_old, head_logp, head_logp_old, vocabulary)
-
-    for step in range(steps):
-        if step == 0 or step - synced == period:
-            sync()
-            synced = step
-        batch = draw_batch(attempt=1)
-        value = loss(batch)
-        if value is None:
-            sync()
-            synced, refused = step, batch
-            batch = draw_batch(attempt=2)
-            batch.dropped = int(refused.rollout.mask.sum())
-            value = loss(batch)
-        yield batch
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+def held_out(model, sampler, task, tokenizer, n: int, max_tokens: int | None = None) -> dict:
+    """Mean reward of `model` on n prompts that no run trains on. Syncs the sampler to it."""
+    rng, result = np.random.default_rng([2**40, 7]), {}                 # no run's [seed, step]
+    digits, prompts = lesson1.make_prompts(task, tokenizer, n, rng)
+    sampler.sync(model)
+    for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+        rollout = sampler.sample(prompts, max_tokens or task.max_tokens, 0, temperature=temperature)
+        result[name] = lesson1.rewards(task, digits, rollout, tokenizer).mean().item()
+    return result
 
 
-# ---------------------------------------------------------------- experiment 1: both parts through training
-def sequence_lag(batch: Batch) -> Tensor:
-    """(B,) the response's log-weight, sum_t l_t."""
-    return lesson2.sequence_sum(batch.lag, batch.rollout.mask)[:, 0]
-
-
+# ---------------------------------------------------------------- both parts through training
 def measure(batch: Batch) -> dict:
-    """What a step's batch says about both parts."""
+    """What a step's batch says about both parts, in nats."""
     mask = batch.rollout.mask
-    logp, logp_old, logp_sampler = (x[mask].double() for x in (batch.logp.detach(), batch.logp_old, batch.rollout.logp_sampler))
+    logp, logp_old, logp_sampler = (x.detach()[mask].double() for x in (
+        batch.logp, batch.logp_old, batch.rollout.logp_sampler))
     d, l = split(logp, logp_old, logp_sampler)
-    sequence = sequence_lag(batch).double()
+    l_response = batch.lag_of_responses.double()
     return {"step": batch.step, "age": batch.age, "reward": batch.R.mean().item(),
             "identity": ((logp - logp_sampler) - (d + l)).abs().max().item(),
-            "d_rms": d.square().mean().sqrt().item(), "d_mean": d.mean().item(),
-            "l_rms": l.square().mean().sqrt().item(), "l_mean": l.mean().item(),
+            "rms d": d.square().mean().sqrt().item(), "mean d": d.mean().item(),
             # |d| over 1 - p: the discrepancy on the log-odds, see lesson 1
-            "d_odds": (d.abs().mean() / (1 - logp_sampler.exp()).mean()).item(),
-            "mean_weight": lesson2.ratio(l).mean().item(), "ess_token": lesson2.ess(l), "ess_sequence": lesson2.ess(sequence),
-            "ess_token_predicted": (-l.var()).exp().item(), "ess_sequence_predicted": (-sequence.var()).exp().item()}
-
-
-def growth(rows: list[dict]) -> list[dict]:
-    """For each stretch between syncs, least-squares fits a t and a sqrt(t) to the lag's rms at age t."""
-    fits = []
-    for start in range(0, len(rows), PERIOD):
-        t, rms = (np.array([row[key] for row in rows[start:start + PERIOD]], float) for key in ("age", "l_rms"))
-        fit = {"from step": start}
-        for name, shape in (("t", t), ("sqrt(t)", t**0.5)):
-            a = shape @ rms / (shape @ shape)
-            fit[name] = float(np.mean((rms - a * shape)**2)**0.5 / rms[1:].mean())     # misfit, share of the mean
-        fits.append(fit)
-    return fits
-
-
-def lag_over_discrepancy(rows: list[dict]) -> float:
-    """rms lag over rms discrepancy one step after a sync, mean over the syncs."""
-    return float(np.mean([row["l_rms"] / row["d_rms"] for row in rows if row["age"] == 1]))
+            "d on log-odds": (d.abs().mean() / (1 - logp_sampler.exp()).mean()).item(),
+            "rms l": l.square().mean().sqrt().item(), "mean l": l.mean().item(),
+            "mean r (1)": lesson2.ratio(l).mean().item(),
+            # if log r is normal, ESS(r) = exp(-Var log r)
+            "exp(-Var l)": (-l.var()).exp().item(), "ESS of tokens": lesson2.ess(l),
+            "exp(-Var sum l)": (-l_response.var()).exp().item(),
+            "ESS of responses": lesson2.ess(l_response)}
 
 
 def slope(values) -> tuple[float, float]:
-    """Least-squares slope per step and its standard error."""
-    x = np.arange(len(values))
-    (a, _), covariance = np.polyfit(x, values, 1, cov=True)
+    """Least-squares slope of the values per step, and its standard error."""
+    (a, _), covariance = np.polyfit(np.arange(len(values)), values, 1, cov=True)
     return float(a), float(covariance[0, 0]**0.5)
 
 
-def follow(trainer, sampler, tokenizer, seed: int, steps: int, max_tokens: int, lr: float, prompts: int) -> dict:
-    """One stale run under TIS: every step's measurement, growth and slopes."""
-    trainer = copy.deepcopy(trainer)
-    optimizer = torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0)
-    run = grpo(trainer, sampler, lesson1.TASKS["sum"], tokenizer, optimizer, weighted(lesson2.CORRECTIONS["tis"]), steps, PERIOD, seed,
-               prompts=prompts, max_tokens=max_tokens, decay=False)             # a constant rate: the lag's growth is the updates' doing
-    rows = [measure(batch) for batch in tqdm(run, total=steps, desc="stale run")]
-    return {"rows": rows, "growth": growth(rows), "d_rms_slope": slope([r["d_rms"] for r in rows]), "d_odds_slope": slope([r["d_odds"] for r in rows])}
+def misfit(rows: list[dict], power: float) -> float:
+    """Misfit of rms l = a age^power between two syncs, as a share of the lag's mean."""
+    t, y = (np.array([row[key] for row in rows], float) for key in ("age", "rms l"))
+    x = t**power
+    # least squares: a = sum x y / sum x^2
+    a = x @ y / (x @ x)
+    return float(np.mean((y - a * x)**2)**0.5 / y[1:].mean())
 
 
-# ---------------------------------------------------------------- what can be loaded into the engine
-def weight_noise(size: float, seed: int, fresh: bool = False):
-    """state -> state x (1 + size eps), eps normal, drawn in float32 matrix by matrix: the same at every call, or
-    with `fresh` another at each call."""
-    calls = 0
+def laws(rows: list[dict]) -> list[dict]:
+    """Predicted | measured over the stale run. NaN where there is nothing to divide by."""
+    next_step = [np.divide(row["rms l"], row["rms d"]) for row in rows if row["age"] == 1]
+    result = [
+        ("log pi - log mu = d + l: largest difference, nats", 0, max(r["identity"] for r in rows)),
+        ("rms l at a sync: largest, nats", 0, max(r["rms l"] for r in rows if r["age"] == 0)),
+        ("rms l over rms d, one step after a sync", "> 1", float(np.mean(next_step)))]
+    for key in ("rms d", "d on log-odds"):
+        values = [row[key] for row in rows]
+        a, error = 100 * len(rows) / np.mean(values) * np.array(slope(values))
+        result.append((f"{key}: change over the run, % of its mean", 0, float(a), float(error)))
+    stretches = [rows[k:k + PERIOD] for k in range(0, len(rows), PERIOD)]
+    for name, power in (("t", 1), ("sqrt(t)", 0.5)):
+        misfits = [misfit(stretch, power) for stretch in stretches]
+        result.append((f"rms l grows like {name} between syncs: misfits", "-", misfits))
+    return [dict(zip(("law", "predicted", "measured", "±"), row)) for row in result]
+
+
+# ---------------------------------------------------------------- other parameters for the engine
+def parameter_noise(size: float, seed: int, fresh: bool = False):
+    """state -> state x (1 + size eps), eps standard normal: the same at each call, or a `fresh` one."""
+    seeds = itertools.count(seed, 1000 if fresh else 0)
 
     def perturb(state: dict) -> dict:
-        nonlocal calls
-        rng, loaded, result = torch.Generator().manual_seed(seed + 1000 * calls * fresh), {}, {}
-        calls += 1
-        for name, value in state.items():
-            if value.data_ptr() not in loaded:                     # a tied matrix has two names, and one noise
-                loaded[value.data_ptr()] = value * (1 + size * torch.randn(value.shape, generator=rng).to(value.device))
-            result[name] = loaded[value.data_ptr()]
+        rng, noisy = torch.Generator().manual_seed(next(seeds)), {}
+        for value in state.values():
+            if value.data_ptr() not in noisy:          # a tied matrix has two names, and one noise
+                eps = torch.randn(value.shape, generator=rng).to(value.device)
+                noisy[value.data_ptr()] = value * (1 + size * eps)
+        return {name: noisy[value.data_ptr()] for name, value in state.items()}
+    return perturb
+
+
+def fake_quantized(bits: int):
+    """state -> state with its projections rounded to `bits` bits: symmetric, one scale per row."""
+    def perturb(state: dict) -> dict:
+        result = dict(state)
+        for name in [name for name in state if name.endswith("_proj.weight")]:
+            scale = state[name].abs().amax(1, keepdim=True) / (2**(bits - 1) - 1)
+            result[name] = (state[name] / scale).round() * scale
         return result
     return perturb
 
 
-def fake_quantised(bits: int):
-    """state -> state whose projection matrices are rounded to `bits` bits, symmetric, a scale a row."""
-    def perturb(state: dict) -> dict:
-        top = 2**(bits - 1) - 1
-        scale = {n: v.abs().amax(1, keepdim=True) / top for n, v in state.items() if n.endswith("_proj.weight")}
-        return {n: (v / scale[n]).round() * scale[n] if n in scale else v for n, v in state.items()}
-    return perturb
+# ---------------------------------------------------------------- the drift on free tokens
+def four_triples(shown: np.ndarray, digits: np.ndarray, rng, step: int) -> np.ndarray:
+    """Token ids (n, 13): four times (letter letter digit), and the end. The letters are a habit that
+    depends on the prompt's digit, on the letter before and on the place."""
+    rank = rng.choice(4, size=(*digits.shape, 2), p=[0.4, 0.3, 0.2, 0.1])        # (n, 4, 2)
+    first = (rank[..., 0] + digits) % 4
+    second = (rank[..., 1] + first + np.arange(digits.shape[1])) % 4
+    a = lesson1.CHARACTERS.index("a")
+    triples = np.stack([a + first, a + second, shown], -1)                       # (n, 4, 3)
+    return np.pad(triples.reshape(len(digits), -1), ((0, 0), (0, 1)), constant_values=lesson1.END)
 
 
-# ---------------------------------------------------------------- experiment 2: the bias in the gradient
-def cross(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float:
-    """Inner product of two means, each estimated on two independent halves: only products across the halves, so
-    that the sampling noise of one half never meets itself."""
-    return ((a[0] @ b[1] + a[1] @ b[0]) / 2).item()
-
-
-def norm2(a: tuple[Tensor, Tensor]) -> float:
-    """Squared norm of a mean from two independent halves. Unbiased; can come out below 0 where there is nothing."""
-    return (a[0] @ a[1]).item()
-
-
-def cosine(a, b) -> float:
-    """Cosine of two means from halves; NaN where a norm drowns in noise."""
-    size = norm2(a) * norm2(b)
-    return cross(a, b) / size**0.5 if norm2(a) > 0 and norm2(b) > 0 else float("nan")
-
-
-def flat_gradient(model, value: Tensor) -> Tensor:
-    return torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()))]).double()
-
-
-def policy_gradient(model, rollout, A: Tensor) -> Tensor:
-    """E[A s] as a parameter gradient, a mean over response tokens."""
-    logp = lesson1.score(model, rollout, grad=True)
-    return flat_gradient(model, -lesson2.policy_loss(logp, torch.ones_like(logp), A, rollout.mask, int(rollout.mask.sum())))
-
-
-def drift(model, rollout, A: Tensor) -> Tensor:
-    """E[A sum_v q_v s_v], q being the recorded distribution of the sampler (head = the whole vocabulary)."""
-    _, head_logp = lesson1.score(model, rollout, head=True, grad=True)
-    # sum_v sg(q_v) log pi_v; exp(-inf) log pi = 0 where the sampler's support was cut
-    expected = (rollout.head_logp.exp() * head_logp).sum(-1)
-    return flat_gradient(model, (A[:, None] * torch.where(rollout.mask, expected, 0.0)).sum() / rollout.mask.sum())
-
-
-def in_halves(f, model, rollout, A: Tensor) -> tuple[Tensor, Tensor]:
-    """f on the first and on the second half of the prompts."""
-    half = len(rollout) // 2
-    return f(model, rollout[:half], A[:half]), f(model, rollout[half:], A[half:])
+# The reward ignores the letters, like the wording of a chain of thought: a drift can move them.
+FREE = lesson1.Task(
+    "free", length=4, max_tokens=13, steps=280, slip=0.28, answer=lambda digits: (digits + 3) % 10,
+    grade=lambda given, right, ended: float(ended and given == right), demonstrate=four_triples)
 
 
 def gradient_bias(trainer, engine, clean, tokenizer, seed: int, quick: bool) -> list[dict]:
-    """At the free-tokens policy's own weights: the engine with something loaded into it against the clean one.
-    |D| / |S|: drift over on-policy gradient; cos(G, S): the gradient from mu's samples against the on-policy one. All
-    are ratios of unbiased estimates: cosines can exceed 1, and how far the clean engine's is from 1 tells the noise."""
-    task, group_size, n = lesson1.TASKS["free"], 8, 32 if quick else 128
-    digits, prompts = lesson1.make_prompts(task, tokenizer, n, np.random.default_rng(seed))
-    arms = [("natural bf16", None, -1)] + [(f"weight noise {s:.0%}", weight_noise(s, seed), -1) for s in NOISES] + [
-        ("int8 weights", fake_quantised(8), -1), ("int4 weights", fake_quantised(4), -1), ("top-k 3", None, 3)]
-    clean.sync(trainer)
-    on_policy = clean.sample(prompts, task.max_tokens, seed=[seed, 0], group_size=group_size)
-
-    def advantage(rollout, kind):
-        R = lesson1.rewards(task, digits.repeat(group_size, 0), rollout, tokenizer)
-        return lesson2.advantages(R, group_size, kind).to(lesson1.DEVICE)
-
-    S = {kind: in_halves(policy_gradient, trainer, on_policy, advantage(on_policy, kind)) for kind in ("raw", "mean")}
-
-    def one_arm(name, rollout) -> list[dict]:
-        size = lesson1.gap(lesson1.score(trainer, rollout)[rollout.mask], rollout.logp_sampler[rollout.mask])
-        rows = []
-        for kind in S:
-            A = advantage(rollout, kind)
-            D, G = in_halves(drift, trainer, rollout, A), in_halves(policy_gradient, trainer, rollout, A)
-            share = norm2(D) / norm2(S[kind])
-            rows.append({"arm": name, "abs": size["abs"], "k3": size["k3"], "advantage": kind, "drift": share**0.5 if share > 0 else float("nan"),
-                         "drift_against_S": cosine(D, S[kind]), "cosine": cosine(G, S[kind])})
-        return rows
-
-    rows = one_arm("clean fp32 engine, other samples", clean.sample(prompts, task.max_tokens, seed=[seed, 1], group_size=group_size, head=-1))
-    for name, perturb, top_k in tqdm(arms, desc="drift at fixed weights"):
-        engine.sync(trainer, perturb(trainer.state_dict()) if perturb else None)
-        rows += one_arm(name, engine.sample(prompts, task.max_tokens, seed=[seed, 2], group_size=group_size, head=-1, top_k=top_k))
+    """The free-tokens policy at its own weights. |D| / |S| is the drift over the on-policy gradient.
+    cos(G, S) compares the gradient from mu's samples with the on-policy one, which comes from the
+    clean engine; how far that engine's own other samples are from 1 shows the noise."""
+    n, group_size = 32 if quick else 128, 8
+    digits, prompts = lesson1.make_prompts(FREE, tokenizer, n, np.random.default_rng(seed))
+    arms = [("on-policy", clean, 0, None, -1),         # name, engine, sampling seed, perturb, top-k
+            ("clean fp32 engine, other samples", clean, 1, None, -1),
+            ("natural bf16", engine, 2, None, -1)]
+    arms += [(f"parameter noise {x:.0%}", engine, 2, parameter_noise(x, seed), -1) for x in NOISES]
+    arms += [(f"int{bits} weights", engine, 2, fake_quantized(bits), -1) for bits in (8, 4)]
+    arms += [("top-k 3", engine, 2, None, 3)]
+    S, rows = {}, []
+    for name, sampler, k, perturb, top_k in tqdm(arms, desc="drift at fixed weights"):
+        sampler.sync(trainer, perturb(trainer.state_dict()) if perturb else None)
+        rollout = sampler.sample(prompts, FREE.max_tokens, seed=[seed, k], group_size=group_size,
+                                 head=-1, top_k=top_k)
+        R = lesson1.rewards(FREE, digits.repeat(group_size, 0), rollout, tokenizer)
+        mask, logp = rollout.mask, lesson1.logprobs(trainer, rollout)
+        size = lesson1.gap(logp[mask], rollout.logp_sampler[mask])
+        for kind in ("raw", "mean"):
+            A = lesson2.advantages(R, group_size, kind).to(lesson1.DEVICE)
+            G = in_halves(policy_gradient, trainer, rollout, A)
+            if name == "on-policy":
+                S[kind] = G
+                continue
+            D = in_halves(drift, trainer, rollout, A)
+            rows.append({
+                "loaded into the engine": name, "mean |d|": size["mean |d|"], "k3": size["k3"],
+                "advantage": kind, "|D| / |S|": root(norm2(D)) / root(norm2(S[kind])),
+                "cos(D, S)": cosine([(D, S[kind])]), "cos(G, S)": cosine([(G, S[kind])])})
     return rows
 
 
-APART = (1, 2, 4, 8, 16)
-
-
-def drift_directions(trainer, engine, tokenizer, seed: int, steps: int, period: int, perturb) -> dict:
-    """Train on the free tokens (raw rewards, SGD) and compare the drift's direction from step to step: {steps
-    apart: cosine}, over all pairs of steps, also across syncs. With period > 1 the steps at a sync are left out:
-    there is no lag there."""
-    trainer, task = copy.deepcopy(trainer), lesson1.TASKS["free"]
-    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.04)
-    drifts = {}
-    for batch in tqdm(grpo(trainer, engine, task, tokenizer, optimizer, weighted(lesson2.CORRECTIONS["none"]), steps, period, seed,
-                           prompts=48, advantage="raw", head=-1, perturb=perturb, decay=False), total=steps, desc="drift in training"):
+def drift_directions(trainer, engine, tokenizer, seed: int, steps: int, period: int, perturb):
+    """Trains on the free tokens (raw rewards, SGD): {steps apart: cosine of the drift with itself},
+    over all pairs of steps, also across syncs. The steps at a sync have no lag: if only some steps
+    are synced, these are left out."""
+    trainer, drifts, result = copy.deepcopy(trainer), {}, {}
+    run = grpo(trainer, engine, FREE, tokenizer, torch.optim.SGD(trainer.parameters(), lr=0.04),
+               weighted(lesson2.CORRECTIONS["none"]), steps, period, seed, prompts=48,
+               advantage="raw", head=-1, perturb=perturb, decay=False)
+    for batch in tqdm(run, total=steps, desc="drift in training"):
         if batch.age or period == 1:
             drifts[batch.step] = in_halves(drift, trainer, batch.rollout, batch.advantage)
-    result = {}
-    for apart in APART:
+    for apart in (1, 2, 4, 8, 16):
         pairs = [(drifts[k], drifts[k + apart]) for k in drifts if k + apart in drifts]
         if pairs:
-            # a ratio of means: single cosines divide by norms that noise can push below zero
-            product = np.mean([cross(a, b) for a, b in pairs])
-            squares = np.mean([norm2(a) for a, _ in pairs]) * np.mean([norm2(b) for _, b in pairs])
-            result[str(apart)] = float(product / squares**0.5) if squares > 0 else float("nan")
+            result[str(apart)] = cosine(pairs)
     return result
 
 
-# ---------------------------------------------------------------- experiment 3: the feedback loop (--study)
-@torch.no_grad()
-def lag_is(logp, logp_old, logp_sampler, advantage, mask):
-    """w = r = pi / pi_old, nothing truncated: the importance weight of the lag."""
-    return torch.where(mask, lesson2.ratio(logp - logp_old), 0.0)
-
-
-def feedback(trainer, sampler, own, tokenizer, seed: int, lr: float, steps: int = 24) -> list[dict]:
-    """From the same weights and the same samples (the sampler is never synced), train on with w = 1 and with w = r.
-    Each step: the lag's rms on the sampler's prefixes and on the run's own (a second engine with its weights)."""
-    start, rows, task = trainer, {}, lesson1.TASKS["sum"]
-    _, prompts = lesson1.make_prompts(task, tokenizer, 128, np.random.default_rng([seed, 99]))
-    for name, weight in (("w = 1", lesson2.CORRECTIONS["none"]), ("w = r", lag_is)):
-        model = copy.deepcopy(start)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        rows[name] = []
-        for batch in tqdm(grpo(model, sampler, task, tokenizer, optimizer, weighted(weight), steps, steps, seed, decay=False), total=steps, desc=f"feedback: lr {lr}, seed {seed}, {name}"):
-            own.sync(model)
-            fresh = own.sample(prompts, task.max_tokens, seed=[seed, batch.step, 2])
-            lag_own = (lesson1.score(model, fresh) - lesson1.score(start, fresh))[fresh.mask]
-            row = measure(batch)
-            rows[name].append({"ess": row["ess_sequence"], "sampler": row["l_rms"], "own": lag_own.square().mean().sqrt().item(), "reward": row["reward"]})
-    return [{"step": k, "seed": seed, "lr": lr, **{f"{key} {name}": rows[name][k][key] for name in rows for key in rows[name][k]}} for k in range(steps)]
-
-
-def feedback_ratios(rows: list[dict]) -> dict:
-    """Growth of the lag's rms, w = r over w = 1, from step 1 (the first step is the same under both) until the ESS of w = 1
-    falls below 1/2, and from there to the end; NaN where w = 1 did not grow."""
-    first = next((row["step"] for row in rows if row["ess w = 1"] < 0.5), len(rows))
-    result = {"lr": rows[0]["lr"], "seed": rows[0]["seed"], "first step with ESS < 1/2": first}
-    for prefixes in ("sampler", "own"):
-        for part, (a, b) in {"before": (1, min(first, len(rows) - 1)), "after": (min(first, len(rows) - 1), len(rows) - 1)}.items():
-            grown = {name: rows[b][f"{prefixes} {name}"] - rows[a][f"{prefixes} {name}"] for name in ("w = 1", "w = r")}
-            result[f"{prefixes} prefixes, {part}"] = grown["w = r"] / grown["w = 1"] if b > a and grown["w = 1"] > 0 else float("nan")
-    return result
-
-
-def study(trainer, sampler, own, tokenizer, policy_name: str, seeds=range(5), rates=(1.5e-3, 5e-4)) -> list:
-    """The feedback loop over paired seeds and two learning rates; a run that runs/03_study holds is not run again."""
-    runs = []
-    for lr in rates:
-        for seed in seeds:
-            path = lesson1.ROOT / "runs" / "03_study" / f"{policy_name}-lr{lr}-seed{seed}.json"
-            rows = read_json(path)
-            if not rows:
-                rows = lesson1.save_json(feedback(trainer, sampler, own, tokenizer, seed, lr), path)
-            runs.append(rows)
-    return runs
-
-
-def read_json(path: Path):
-    """What a JSON file holds; None if it is missing or torn."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-# ---------------------------------------------------------------- table and picture
-def report(result: dict) -> None:
-    """The tables, predicted beside measured."""
-    rows, fits = result["follow"]["rows"], result["follow"]["growth"]
-    print(f"\n{'step':>4} {'age':>3} {'reward':>6}  {'rms d':>8} {'mean d':>9} {'d on log-odds':>13}  {'rms l':>8} {'mean l':>9}  mean r (1) | ESS token: exp(-Var) | measured   ESS sequence: exp(-Var) | measured")
-    for r in rows[::max(1, len(rows) // 20)]:
-        print(f"{r['step']:4d} {r['age']:3d} {r['reward']:6.3f}  {r['d_rms']:8.1e} {r['d_mean']:9.1e} {r['d_odds']:13.1e}  {r['l_rms']:8.1e} {r['l_mean']:9.1e}  {r['mean_weight']:10.3f}"
-              f"{r['ess_token_predicted']:23.3f} | {r['ess_token']:.3f}{r['ess_sequence_predicted']:28.3f} | {r['ess_sequence']:.3f}")
-    print(f"\n{'':82}predicted |  measured")
-    laws = [("log pi - log mu = discrepancy + lag, by definition: largest difference, nats", 0, f"{max(r['identity'] for r in rows):.1e}"),
-            ("lag at a sync: largest rms", 0, f"{max(r['l_rms'] for r in rows if r['age'] == 0):.1e}")]
-    for name, unit, expected in (("d_rms", "rms discrepancy, nats", "0"), ("d_odds", "discrepancy on the log-odds", "0")):
-        mean, (a, error) = np.mean([r[name] for r in rows]), result["follow"][f"{name}_slope"]
-        laws.append((f"{unit} (mean {mean:.1e}): change over the run, % of the mean", expected, f"{100 * a * len(rows) / mean:.0f} ± {100 * error * len(rows) / mean:.0f}"))
-    for name in ("t", "sqrt(t)"):
-        laws.append((f"rms lag as a {name}: misfit, share of the mean, by stretch between syncs", "-", " ".join(f"{fit[name]:.2f}" for fit in fits)))
-    for law, predicted, measured in laws:
-        print(f"{law:82}{predicted:>9} | {measured:>9}")
-    if "drift" in result:
-        print(f"\n{'loaded into the engine':34}{'mean |d|':>9}{'k3':>9}   raw: |D|/|S|  cos(D,S)  cos(G,S)   group mean: |D|/|S|  cos(D,S)  cos(G,S)")
-        show = lambda x, width, digits: f"{'noise' if x is None else f'{x:.{digits}f}':>{width}}"
-        for raw, mean in zip(result["drift"][::2], result["drift"][1::2]):
-            print(f"{raw['arm']:34}{raw['abs']:9.1e}{raw['k3']:9.1e}" + "".join(
-                show(row["drift"], width, 3) + show(row["drift_against_S"], 10, 2) + show(row["cosine"], 10, 3) for row, width in ((raw, 15), (mean, 22))))
-        print("\ncosine of the drift with itself, steps apart:  " + "".join(f"{a:>8}" for a in APART))
-        for name, cosines in result["directions"].items():
-            print(f"{name:47}" + "".join(show(cosines.get(str(a)), 8, 2) for a in APART))
-    if "study" in result:
-        keys = ["first step with ESS < 1/2", *(f"{p} prefixes, {part}" for p in ("sampler", "own") for part in ("before", "after"))]
-        print("\nfeedback loop: growth of the lag a step, w = r over w = 1 (below 1: the weight damps the loop)\n     lr  seed  " + "  ".join(keys))
-        for row in map(feedback_ratios, result["study"]):
-            print(f"{row['lr']:7g}  {row['seed']:4d}  " + "  ".join(f"{row[k]:{len(k)}.2f}" for k in keys))
-
-
-def draw(result: dict, path: Path) -> None:
-    """The picture, from the JSON alone."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    rows = result["follow"]["rows"]
-    step = [r["step"] for r in rows]
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.4))
-    left.semilogy(step, [max(r["l_rms"], 1e-4) for r in rows], "k.-", label="lag (0 at a sync: drawn at 1e-4)")
-    left.semilogy(step, [r["d_rms"] for r in rows], "-", color="0.55", linewidth=2, label="discrepancy")
-    left.set(xlabel="step", ylabel="rms over the step's tokens (nats)", ylim=(5e-5, 30), title=f"One step after a sync the lag is\n{lag_over_discrepancy(rows):.0f} times the discrepancy")
-    left.legend(loc="upper left")
-    for level, style, shade in (("token", "s--", "0.55"), ("sequence", "o-", "0")):
-        middle.plot(step, [r[f"ess_{level}"] for r in rows], style, color=shade, markersize=4, label=f"ESS of the lag ratio, {level} level")
-    middle.axhline(0.5, color="k", linewidth=0.8)
-    for r in rows:
-        if r["age"] == 0:
-            middle.axvline(r["step"], color="k", linestyle=":", linewidth=0.8)
-    middle.set(xlabel="step (dotted: sync)", ylabel="share of the samples", ylim=(0, 1.3), title="Whole responses run out of effective\nsamples first")
-    middle.legend(fontsize=8, loc="upper left")
-    for (name, cosines), style in zip(result.get("directions", {}).items(), ("ko-", "kx:", "k^--")):
-        right.plot([int(a) for a in cosines], np.array(list(cosines.values()), float), style, label=name)
-    right.axhline(0, color="k", linewidth=0.5)
-    right.set(xlabel="steps apart", ylabel="cosine of the drift with itself", ylim=(-0.8, 1.15), title="The engine's drift keeps its direction,\nthe lag's loses it" if result.get("directions") else "Drift: measured on the tiny policy only")
-    if result.get("directions"):
-        right.legend(fontsize=8, loc="lower left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def closing(result: dict) -> str:
+    """The stale run read aloud."""
+    ratio = next(law["measured"] for law in result["laws"] if law["predicted"] == "> 1")
+    oldest = max(row["age"] for row in result["run"])
+    ess = np.mean([row["ESS of responses"] for row in result["run"] if row["age"] == oldest])
+    if not ratio:
+        return "One step after a sync the lag is 0: no update has moved the trainer away from `old`."
+    return (f"One step after a sync the lag is {ratio:.2g} times the discrepancy. After {oldest} "
+            f"steps the ESS of the responses is {ess:.2f}, {'too low' if ess < 0.5 else 'enough'} "
+            "to train on.")
 
 
 def main(argv=None) -> dict:
-    """Runs the lesson and returns what its JSON holds. argv as on the command line."""
-    args, path, trainer = lesson1.lesson_arguments("03_decompose.py", __doc__, argv, study="the feedback loop, over five seeds")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    tiny = lesson1.is_tiny(tokenizer)
-    sampler = lesson1.Sampler(path)
-    steps = 2 * PERIOD if args.quick else STEPS
-    max_tokens, lr, prompts = (lesson1.TASKS["sum"].max_tokens, 1.5e-3, 32) if tiny else (256, 1e-6, 8)
-    result = {"settings": {"seed": args.seed, "period": PERIOD, "quick": args.quick}, "follow": follow(trainer, sampler, tokenizer, args.seed, steps, max_tokens, lr, prompts)}
-    if tiny:                                     # the other tasks are posed to the tiny policy only
-        free = lesson1.load_model(free_path := lesson1.policy("free"))
-        clean = lesson1.Sampler(free_path, dtype="float32")
+    args, trainer, tokenizer = lesson1.arguments(__file__, __doc__, argv)
+    prompts, max_tokens, lr = SIZES[lesson1.scale(tokenizer)]
+    sampler, steps = lesson1.Sampler(args.path), 2 * PERIOD if args.quick else STEPS
+    # a constant rate, so that the lag grows by the updates alone
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0)
+    run = grpo(trainer, sampler, lesson1.SUM, tokenizer, optimizer,
+               weighted(lesson2.CORRECTIONS["tis"]), steps, PERIOD, args.seed,
+               prompts=prompts, max_tokens=max_tokens, decay=False)
+    rows = [measure(batch) for batch in tqdm(run, total=steps, desc="stale run")]
+    result = {"run": rows, "laws": laws(rows)}
+    if lesson1.is_tiny(tokenizer):          # other policies do not know the free tokens
+        path = lesson1.policy(FREE)
+        free, clean = lesson1.load_model(path), lesson1.Sampler(path, dtype="float32")
         result["drift"] = gradient_bias(free, sampler, clean, tokenizer, args.seed, args.quick)
-        span, period = (9, 4) if args.quick else (24, 8)
-        result["directions"] = {name: drift_directions(free, sampler, tokenizer, args.seed, span, every, perturb) for name, every, perturb in (
-            ("discrepancy: one weight noise of 10%, no lag", 1, weight_noise(0.1, args.seed)),
-            ("control: new weight noise of 10% every step", 1, weight_noise(0.1, args.seed, fresh=True)),
-            (f"lag: natural bf16, synced every {period} steps", period, None))}
-        before = read_json(args.out / "03_decompose.json") or {}
-        if args.study:
-            result["study"] = study(trainer, sampler, clean, tokenizer, Path(path).name)
-        elif "study" in before and not args.changed:
-            result["study"] = before["study"]                # a plain run does not lose what the study found
-    result = lesson1.save_json(result, args.out / "03_decompose.json")
-    report(result)
-    last = [r for r in result["follow"]["rows"] if r["age"] == PERIOD - 1]
-    print(f"\nOne step after a sync the lag is {lag_over_discrepancy(result['follow']['rows']):.1f} times the discrepancy; "
-          f"at age {PERIOD - 1} the responses' ESS is {np.mean([r['ess_sequence'] for r in last]):.2f}, the tokens' {np.mean([r['ess_token'] for r in last]):.2f}.")
-    draw(result, args.out / "03_decompose.png")
-    print(f"picture: {args.out / '03_decompose.png'}")
+        steps, period = (9, 4) if args.quick else (24, 8)
+        arms = {"discrepancy: one parameter noise of 10%": (1, parameter_noise(0.1, args.seed)),
+                "control: a new one at each step": (1, parameter_noise(0.1, args.seed, fresh=True)),
+                f"lag: synced every {period} steps": (period, None)}
+        result["directions"] = [{"drift made by": name, **drift_directions(
+            free, sampler, tokenizer, args.seed, steps, *arm)} for name, arm in arms.items()]
+
+    result = lesson1.save(result, args.json)
+    lesson1.table("a stale run, every second step", result["run"][::2])
+    lesson1.table("predicted | measured", result["laws"], "law", "predicted", "measured", "±")
+    if "drift" in result:
+        lesson1.table("the drift at fixed weights", result["drift"])
+        lesson1.table("cosine of the drift with itself, steps apart", result["directions"])
+    print(f"\n{closing(result)}")
     return result
 
 

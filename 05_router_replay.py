@@ -1,165 +1,267 @@
 """Lesson 5: why is a mixture of experts worse, and what does replaying the router change?
 
-A dense policy answers a small numerical difference with a small one. In a mixture of experts each layer's router picks
-k of E experts for a token, and a pick has no small changes: where two experts are about tied, rounding decides, and the
-token goes through other matrices in the engine than in the trainer. Router replay (R3, arXiv 2510.11370) takes the
-sampler's picks into the trainer:
+In a dense policy a small numerical difference stays small. In a mixture of experts each layer's
+router picks k of E experts for a token, and a pick changes all or nothing: where two experts are
+nearly tied, rounding decides, and the token goes through other matrices in the engine than in the
+trainer. Router replay (R3, arXiv 2510.11370) takes the sampler's picks into the trainer:
 
     p = softmax(W x)                     router, at the trainer's weights and activations
-    I = the k largest of p               live;        I = what the sampler picked    replayed
-    g_i = p_i / sum_{j in I} p_j         gates, always from the trainer's p: gradients reach the router
+    I = the k largest of p               live;     I = what the sampler picked     replayed
+    g_i = p_i / sum_{j in I} p_j         gates, from the trainer's p: gradients reach the router
     y = sum_{i in I} g_i expert_i(x)
 
-R3 replays the sampler's picks wherever the trainer scores a response. R2 (MiniRL, arXiv 2512.01374; "routing replay" in
-GSPO) replays the trainer's own picks at the sampler's weights while it updates: it leaves the engine's part alone, and
-keeps the experts of a response fixed while the weights move away.
+R3 replays the sampler's picks wherever the trainer computes a log-prob. R2 (MiniRL, arXiv
+2512.01374) replays the trainer's own picks at the sampler's weights: it leaves the engine's part
+alone, and keeps a response's experts fixed while the weights move on.
 
-Words: a pick is a router's choice of k experts for one input token; a flip is a pick that two computations make
-differently, as a set: the order does not count; routes are the picks of all input tokens in all L layers, (B, P + T, L, k) for
-P prompt and T response positions. F(tau): share of tokens whose probability ratio, or its inverse, exceeds tau.
+A flip is a pick that two computations make differently, as a set of k experts. Routes are the picks
+of all L layers for all input tokens, (B, P + T, L, k). F(tau) is the share of tokens whose
+probability ratio, or its inverse, exceeds tau.
 
-Run it:  python 05_router_replay.py            a CPU: a tiny Qwen3-MoE beside lesson 1's dense policy, under 90 s once
-                                               both exist
-         python 05_router_replay.py --study    training with a stale sampler under no replay, R2, R3: half an hour, resumable
-         --model <a Qwen-MoE>                  a CUDA GPU (not run yet)
-Expect:  half a percent of the picks flip between a bf16 engine and an fp32 trainer; few tokens, but the tail of the gap:
-         F(1.1) shows it, F(2) is 0 at the natural gap; replay removes the tail, and not the rest; numbers in figures/05_router_replay.json, picture in figures/05_router_replay.png.
+  python 05_router_replay.py            a CPU: 3 minutes on a tiny Qwen3-MoE and lesson 1's policy,
+                                        built in a minute at first; a GPU too (not run yet)
+  python 05_router_replay.py --model M  another mixture that vLLM takes, with softmax gates (Qwen,
+                                        Mixtral, OLMoE). The jump needs 42 bytes per parameter:
+                                        no released one fits a single GPU
+  python figures/study.py 05            training under no replay, R2 and R3; half an hour
 
-Exercises (tests/test_05_router_replay.py grades the functions):
- 1. Write `gates` (two lines): which of its lines lets the gradient into the router? What if the sampler's gates were
-    replayed as well? test_gates.
- 2. Write `flips` so that {0, 2} and {2, 0} are the same pick (3 lines); test_flips.
- 3. In `jump`, replay the picks of u = 1 instead of those of u = 0 (1 line): where does that curve meet the live one?
- 4. In `replay`, remove the hooks after a bare `yield`, without try and finally: which tests notice?
- 5. Reach a number: the mixture's k3 without replay, natural, fp32 trainer, below 1e-5 (1 word).
- 6. Find the bug: `python tests/exercises.py --bug 05 --seed 1`, then --seed 2, 3 (see the README).
+Expect half a percent of the picks to flip between a bf16 engine and an fp32 trainer. These few make
+more than half of k3. Replay removes their part, and leaves the rest.
+
+Exercises: tests/EXERCISES.md.
 """
+import argparse
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-lesson1 = import_module("01_mismatch")   # before torch: it hides the broken packages around it
+lesson1 = import_module("01_mismatch")   # before torch: it hides broken packages around it
 lesson2 = import_module("02_importance_sampling")
 lesson3 = import_module("03_decompose")
-lesson4 = import_module("04_dlc")
 import torch
-import transformers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-MIXTURE = {**lesson1.ARCHITECTURE, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-           "norm_topk_prob": True}       # 370k parameters; the released Qwen3-MoE normalise their gates too
-NOISE = 0.02                             # relative weight noise loaded into the engine: the amplified discrepancy
+MIXTURE = {**lesson1.ARCHITECTURE, "model_type": "qwen3_moe", "num_hidden_layers": 3,
+           "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+           "norm_topk_prob": True}
+NOISE = 0.02           # relative parameter noise in the engine: an amplified discrepancy
+SIZES = {              # prompts, seeds, longest response, learning rate, prompts per training step
+    "tiny": (512, 4, 9, 1.5e-3, 32), "gpu": (64, 2, 256, 1e-6, 8), "cpu": (8, 2, 32, 1e-6, 2)}
 
 
-# ---------------------------------------------------------------- the router
+# ---------------------------------------------------------------- the gates
+def gates(router_logits: Tensor, picks: Tensor, normalized: bool) -> Tensor:
+    """Gates (n, k) in float32 of the picked experts (n, k), from a router's logits (n, E).
+    normalized: whether a token's k gates sum to 1. transformers has routers of both forms."""
+    logits = router_logits.float()
+    if normalized:
+        # g_i = p_i / sum_{j in I} p_j, which is the softmax over the picked logits alone
+        return logits.gather(-1, picks).softmax(-1)
+    # g_i = p_i
+    return logits.softmax(-1).gather(-1, picks)
+
+
+# ---------------------------------------------------------------- the routers of a model
+# In transformers a router returns (logits (n, E), gates (n, k), picks (n, k)) for the n = B (P + T)
+# input tokens. A forward hook can put other gates and picks in their place.
+NORMALIZED = WeakKeyDictionary()        # model -> do its gates sum to 1?
+
+
+def is_mixture(config) -> bool:
+    """Is this the configuration of a mixture of experts?"""
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    return any(getattr(config.get_text_config(), name, 0) for name in names)
+
+
 def routers(model) -> list:
-    """The routers of a Qwen-MoE, layer by layer. Raises ValueError for a model that has none."""
-    found = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    """The model's routers, layer by layer. Raises ValueError where there are none."""
+    layers = getattr(getattr(model, "model", None), "layers", [])
+    found = [layer.mlp.gate for layer in layers if hasattr(getattr(layer, "mlp", None), "gate")]
     if not found:
-        raise ValueError("this model has no router to replay: it is dense, or not built like Qwen's mixtures of experts")
+        raise ValueError(f"{type(model).__name__} has no router to replay: it is dense, or not "
+                         "built like Qwen's mixtures of experts")
     return found
 
 
-def gates(router_logits: Tensor, picks: Tensor, normalise: bool) -> Tensor:
-    """Gate weights (n, k) of the picked experts (n, k) from the router's logits (n, E), in float32 as transformers does it.
-    normalise: the model's norm_topk_prob, whether the k weights sum to 1."""
-    # p = softmax(W x)
-    p = router_logits.float().softmax(-1).gather(-1, picks)
-    # g_i = p_i / sum_{j in I} p_j
-    return p / p.sum(-1, keepdim=True) if normalise else p
-
-
-def check_routes(model, routes: Tensor) -> None:
-    """Raises ValueError if these routes cannot be this model's: None, other than (B, P + T, L, k) with the model's L and k, other
-    than int64 ids of its experts. Padding may hold any of them, twice the same too."""
-    found = routers(model)
-    if routes is None:
-        raise ValueError("no routes were recorded: the engine must be started on a mixture of experts")
-    if routes.dim() != 4 or routes.shape[2:] != (len(found), found[0].top_k):
-        raise ValueError(f"routes for (layers, experts a token) = {tuple(routes.shape[2:])}, but the model has {(len(found), found[0].top_k)}")
-    if routes.dtype != torch.int64 or routes.min() < 0 or routes.max() >= found[0].num_experts:
-        raise ValueError(f"routes must be int64 ids of {found[0].num_experts} experts, not {routes.dtype} from {routes.min()} to {routes.max()}")
-
-
 @contextmanager
-def replay(model, routes: Tensor):
-    """Within it, the model's routers pick what `routes` (B, P + T, L, k) says for each input token: R3 with the sampler's, R2 with
-    the trainer's own at the sampler's weights. Gates come from the model's own logits. A second forward pass within it picks
-    the same (with gradient checkpointing `backward` must stand within it too); outside nothing is left behind.
-    Raises ValueError for routes that are not this model's, and for a batch of another number of input tokens."""
-    check_routes(model, routes)
-
-    def replaced(picks):
-        """A hook that gives a router these picks (n, k)."""
-        def hook(router, inputs, output):
-            if inputs[0].numel() // inputs[0].shape[-1] != len(picks):
-                raise ValueError(f"routes for {len(picks)} input tokens, but the batch has {inputs[0].numel() // inputs[0].shape[-1]}")
-            logits = output[0]
-            return logits, gates(logits, picks, router.norm_topk_prob).to(logits.dtype), picks
-        return hook
-
-    hooks = []
+def hooked(model, hook):
+    """Within it a router's output becomes hook(layer, output), or stays where that is None.
+    Afterwards nothing is left behind, not even by an exception."""
+    handles = []
     try:
         for layer, router in enumerate(routers(model)):
-            hooks.append(router.register_forward_hook(replaced(routes[:, :, layer].flatten(0, 1))))
+            handles.append(router.register_forward_hook(
+                lambda router, inputs, output, layer=layer: hook(layer, output)))
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
+
+
+def reproduces(output, normalized: bool) -> bool:
+    """Does `gates`, given a router's own picks, return the router's own gates?"""
+    if not (isinstance(output, tuple) and len(output) == 3 and output[2].dtype == torch.int64):
+        return False
+    logits, own, picks = output
+    error = (gates(logits, picks, normalized).to(own.dtype) - own).abs().max().item()
+    return error <= max(1e-6, 2 * torch.finfo(own.dtype).eps)
+
+
+@torch.no_grad()
+def normalizes(model) -> bool:
+    """Do a token's gates sum to 1 in this model? Found on 64 tokens, once per model. Raises
+    ValueError, with the router's class, where neither form of `gates` is the router's own: sigmoids
+    (DeepSeek-V3, GLM-4-MoE, dots1), scaled gates. Replaying even its own picks would change it."""
+    if model not in NORMALIZED:
+        outputs, ids = [], torch.arange(64, device=lesson1.DEVICE)[None] % lesson1.vocabulary(model)
+        with hooked(model, lambda layer, output: outputs.append(output)):
+            model(input_ids=ids, use_cache=False)
+        forms = [form for form in (True, False) if all(reproduces(o, form) for o in outputs)]
+        if not forms:
+            raise ValueError(f"{type(routers(model)[0]).__name__} cannot be replayed: its gates are "
+                             "not the softmax of its logits")
+        NORMALIZED[model] = forms[0]
+    return NORMALIZED[model]
+
+
+# ---------------------------------------------------------------- replay
+def check_routes(model, routes: Tensor | None, real: Tensor | None = None) -> None:
+    """Raises ValueError with one line if these routes cannot be the model's: none recorded, not
+    int64 (B, P + T, L, k), or an input token whose k experts are not different ones of the model's.
+    real (B, P + T) bool: the tokens that are judged, by default all. Padding may hold anything."""
+    found = routers(model)
+    L, k, E = len(found), found[0].top_k, found[0].num_experts
+    if routes is None:
+        raise ValueError("no routes were recorded: sample a mixture by lesson 5's RoutedSampler")
+    if routes.dim() != 4 or routes.shape[2:] != (L, k) or routes.dtype != torch.int64:
+        raise ValueError(f"routes {tuple(routes.shape)} of {routes.dtype}, but the model needs int64 "
+                         f"for {L} layers and {k} experts per token")
+    ordered = routes.sort(-1).values
+    wrong = (ordered[..., 0] < 0) | (ordered[..., -1] >= E)                     # (B, P + T, L)
+    wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    wrong &= True if real is None else real[..., None]
+    if wrong.any():
+        row, token, layer = wrong.nonzero()[0].tolist()
+        raise ValueError(f"row {row}, input token {token}, layer {layer}: the picks "
+                         f"{routes[row, token, layer].tolist()} are not {k} of {E} experts")
+
+
+def replay(model, routes: Tensor, real: Tensor | None = None):
+    """Within it the model's routers pick what `routes` (B, P + T, L, k) says for each input token,
+    with gates from their own logits: R3 with the sampler's routes, R2 with the trainer's own at the
+    sampler's weights. A second forward pass picks the same: with activation checkpointing the
+    backward pass must stand within it too. Raises ValueError for routes that are not the model's
+    (check_routes, which explains `real`) or that are for another number of input tokens."""
+    normalized = normalizes(model)
+    check_routes(model, routes, real)
+    picks = routes.flatten(0, 1).clamp(0, routers(model)[0].num_experts - 1)    # (n, L, k)
+
+    def hook(layer: int, output):
+        logits, own_gates, _ = output
+        if len(logits) != len(picks):
+            raise ValueError(f"routes for {len(picks)} input tokens, but the batch has {len(logits)}")
+        g = gates(logits, picks[:, layer], normalized)
+        return logits, g.to(own_gates.dtype), picks[:, layer]
+    return hooked(model, hook)
 
 
 @torch.no_grad()
 def own_routes(model, rollout) -> Tensor:
     """What the model's routers pick on a rollout's tokens, (B, P + T, L, k)."""
-    picks, hooks = [], []
-    try:
-        for router in routers(model):
-            hooks.append(router.register_forward_hook(lambda router, inputs, output: picks[-1].append(output[2])))
-        for rows in lesson1.micro_batches(rollout, model.config.get_text_config().vocab_size):
-            picks.append([])
-            lesson1.response_logits(model, rollout[rows])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    length = rollout.prompt_ids.shape[1] + rollout.ids.shape[1]
-    return torch.cat([torch.stack([layer.view(-1, length, layer.shape[-1]) for layer in part], 2) for part in picks])
-
-
-def score(model, rollout, routes: Tensor | None = None, head: bool = False, grad: bool = False):
-    """Lesson 1's `score`, with `routes` replayed if there are any."""
-    if routes is None:
-        return lesson1.score(model, rollout, head, grad)
+    normalizes(model)                        # refuses routers that return something else
     parts = []
-    for rows in lesson1.micro_batches(rollout, model.config.get_text_config().vocab_size):
-        with replay(model, routes[rows]):
-            parts.append(lesson1.score(model, rollout[rows], head, grad))
-    return tuple(map(torch.cat, zip(*parts))) if head else torch.cat(parts)
+    for rows in lesson1.micro_batches(rollout, lesson1.vocabulary(model)):
+        part, layers = rollout[rows], []
+        with hooked(model, lambda layer, output: layers.append(output[2])):
+            lesson1.response_logits(model, part)
+        parts.append(torch.stack(layers, 1).unflatten(0, (len(part), -1)))
+    return torch.cat(parts)
+
+
+def routed(rollout) -> Tensor:
+    """(B, P + T) bool: the input tokens that the engine routes. Padding never goes into the model,
+    and neither does a response's last token."""
+    real = torch.cat([rollout.prompt_mask, rollout.mask], 1)
+    return real & torch.nn.functional.pad(real[:, 1:], (0, 1))
 
 
 def routes_for(kind: str, old, rollout) -> Tensor | None:
-    """What is replayed under "none", "r2" (the trainer's picks at the sampler's weights, `old`) and "r3" (the sampler's)."""
-    return {"none": lambda: None, "r2": lambda: own_routes(old, rollout), "r3": lambda: rollout.routes}[kind]()
+    """What is replayed: nothing under "none", the picks of `old`, the trainer at the sampler's
+    weights, under "r2", the sampler's under "r3". Raises ValueError if it has recorded none."""
+    if kind == "none":
+        return None
+    if kind == "r2":
+        return own_routes(old, rollout)
+    check_routes(old, rollout.routes, routed(rollout))
+    return rollout.routes
+
+
+def logprobs(model, rollout, routes: Tensor | None = None, head: bool = False, grad: bool = False):
+    """Lesson 1's `logprobs`, with `routes` replayed if there are any."""
+    if routes is None:
+        return lesson1.logprobs(model, rollout, head, grad)
+    real, parts = routed(rollout), lesson1.micro_batches(rollout, lesson1.vocabulary(model))
+
+    def one_part(rows: slice):
+        with replay(model, routes[rows], real[rows]):
+            return lesson1.logprobs(model, rollout[rows], head, grad)
+    if grad and len(parts) > 1:              # the backward pass computes each anew, replayed again
+        results = [checkpoint(one_part, rows, use_reentrant=False) for rows in parts]
+    else:
+        results = [one_part(rows) for rows in parts]
+    return tuple(map(torch.cat, zip(*results))) if head else torch.cat(results)
+
+
+# ---------------------------------------------------------------- the engine that records its picks
+class RoutedSampler(lesson1.Sampler):
+    """vLLM around a mixture of experts. It must be the first engine of its process, unless all
+    earlier ones were stopped: vLLM makes the experts' process group with the first or never."""
+    settings = {"enable_return_routed_experts": True,
+                "enable_prefix_caching": False}          # a cached prefix has no routes
+
+    @staticmethod
+    def pack(prompts: list[list[int]], completions: list, *described):
+        """Lesson 1's `pack`, with routes. Raises ValueError unless a completion has exactly one row
+        of experts for each of its tokens but the last, which never went into the model."""
+        rollout = lesson1.pack(prompts, completions, *described)
+        B, P, T = *rollout.prompt_ids.shape, rollout.ids.shape[1]
+        routes = np.zeros((B, P + T, *completions[0].routed_experts.shape[1:]), np.int64)
+        for i, (prompt, completion) in enumerate(zip(prompts, completions)):
+            start, rows = P - len(prompt), completion.routed_experts
+            n = len(prompt) + len(completion.token_ids) - 1
+            if len(rows) != n:
+                raise ValueError(f"response {i}: {n} input tokens, but routes for {len(rows)}")
+            routes[i, start:start + n] = rows
+        return replace(rollout, routes=torch.from_numpy(routes).to(lesson1.DEVICE))
+
+    def load(self, state: dict) -> None:
+        super().load(state)
+        if lesson1.DEVICE.type == "cpu":
+            self.llm.apply_model(pack_experts)
+
+
+def pack_experts(model) -> None:
+    """On a CPU vLLM keeps the experts' matrices in its kernel's layout, and reload_weights (0.30.0)
+    silently skips that step: log-probs .2 nats off, which the canary sees. This is the step."""
+    for layer in model.modules():
+        if hasattr(layer, "w13_weight"):
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 # ---------------------------------------------------------------- the measures
 def flips(routes: Tensor, others: Tensor, rollout) -> Tensor:
-    """(n, L) how many of the k experts two recordings (B, P + T, L, k) do not share, for the n input tokens whose logits
-    score a response token."""
+    """(n, L): how many of the k experts two recordings (B, P + T, L, k) do not share, at the n input
+    tokens whose logits predict a response token."""
     P = rollout.prompt_ids.shape[1]
-    a, b = (x[:, P - 1:-1][rollout.mask] for x in (routes, others))        # (n, L, k)
+    a, b = (x[:, P - 1:-1][rollout.mask] for x in (routes, others))             # (n, L, k)
     return a.shape[-1] - (a[..., :, None] == b[..., None, :]).any(-1).sum(-1)
-
-
-def flip_statistics(changed: Tensor) -> dict:
-    """Shares of picks and of tokens with a flip, experts changed a token, share of picks by layer; changed (n, L). Where the layers
-    flip independently, the share of tokens is 1 - prod over layers of (1 - share of picks)."""
-    by_layer = (changed > 0).double().mean(0)
-    return {"picks": by_layer.mean().item(), "tokens": (changed > 0).any(1).double().mean().item(), "tokens_predicted": (1 - (1 - by_layer).prod()).item(),
-            "experts": changed.sum(1).double().mean().item(), "by_layer": by_layer.tolist()}
 
 
 def beyond(d: Tensor, tau: float) -> float:
@@ -167,278 +269,200 @@ def beyond(d: Tensor, tau: float) -> float:
     return (d.abs() > np.log(tau)).double().mean().item()
 
 
-def gap_statistics(logp: Tensor, logp_sampler: Tensor) -> dict:
-    """Lesson 1's gap of n tokens, with the tail's shares."""
-    d = (logp - logp_sampler).double()
-    return {**lesson1.gap(logp, logp_sampler), "F(1.1)": beyond(d, 1.1), "F(2)": beyond(d, 2)}
+def gap_row(seeds: list) -> dict:
+    """The gap, mean over the seeds and ± their standard deviation, from [(log pi, log mu)], (n,)."""
+    each = [{**lesson1.gap(logp, mu), "F(1.1)": beyond((logp - mu).double(), 1.1),
+             "F(2)": beyond((logp - mu).double(), 2)} for logp, mu in seeds]
+    row = {"tokens": sum(len(logp) for logp, _ in seeds), "max": max(gap["max"] for gap in each),
+           "k3 by seed": [gap["k3"] for gap in each]}
+    for key in ("mean |d|", "rms", "k3", "F(1.1)", "F(2)"):
+        values = [gap[key] for gap in each]
+        row |= {key: float(np.mean(values)), f"{key} ±": float(np.std(values, ddof=1))}
+    return row
 
 
-# ---------------------------------------------------------------- experiment 1: the gap, live and replayed
+def flip_row(d: Tensor, flipped: Tensor) -> dict:
+    """Where picks flip, and where the gap is. d (n,); flipped (n, L) counts experts, see `flips`."""
+    by_layer, touched = (flipped > 0).double().mean(0), (flipped > 0).any(1)
+    return {"picks that flip": by_layer.mean().item(), "by layer": by_layer.tolist(),
+            "experts per token": flipped.sum(1).double().mean().item(),
+            "tokens with a flip": touched.double().mean().item(),
+            # 1 - prod_l (1 - share of layer l)
+            "if layers are independent": (1 - (1 - by_layer).prod()).item(),
+            "rms d: no flip": lesson3.rms(d[~touched].double()),
+            "rms d: flip": lesson3.rms(d[touched].double())}
+
+
+# ---------------------------------------------------------------- experiment 1: the gap
 def one_policy(path, trainer, engine, tokenizer, seed: int, quick: bool) -> list[dict]:
-    """The gap of one policy, dense or mixture: natural (bf16 engine; fp32 and bf16 trainer), with noise in the engine's weights, and
-    one optimizer step after the sync; for a mixture also with replay, and how many picks flipped."""
-    task, tiny = lesson1.TASKS["sum"], lesson1.is_tiny(tokenizer)
-    n, repeats = (512, 4) if tiny else (64, 2)
-    n, repeats = (n // 8, 2) if quick else (n, repeats)
-    max_tokens, lr = (task.max_tokens, 1.5e-3) if tiny else (256, 1e-6)
-    digits, prompts = lesson1.make_prompts(task, tokenizer, n, np.random.default_rng(seed))
-    trainer16 = lesson1.load_model(path, torch.bfloat16)
-    kind, arms = "MoE" if engine.mixture else "dense", {}
+    """The gap as it naturally is, one optimizer step after the sync, and with noise in the engine's
+    parameters. For a mixture also with replay."""
+    n, seeds, max_tokens, lr, _ = SIZES[lesson1.scale(tokenizer)]
+    n, seeds = (max(2, n // 8), 2) if quick else (n, seeds)
+    digits, prompts = lesson1.make_prompts(lesson1.SUM, tokenizer, n, np.random.default_rng(seed))
+    trainer16, mixture = lesson1.load_model(path, torch.bfloat16), is_mixture(trainer.config)
+    measured = {}             # (situation, kind of replay) -> [(log pi, log mu, flips) of each seed]
 
-    def record(situation: str, rollout, model, old) -> None:
-        """model: the trainer; old: the trainer at the sampler's weights, for R2."""
-        replays = ("none", "r2", "r3") if engine.mixture else ("none",)
-        changed = flips(own_routes(model, rollout), rollout.routes, rollout) if engine.mixture else None
-        for replayed in replays:
-            if replayed == "r2" and model is old:
-                continue                                                    # its own picks: nothing changes
-            logp = score(model, rollout, routes_for(replayed, old, rollout))
-            arms.setdefault((situation, replayed), []).append((logp[rollout.mask], rollout.logp_sampler[rollout.mask], changed))
+    def add(situation: str, rollout, model, old=None) -> None:
+        """old: the trainer at the sampler's weights, if `model` is at others."""
+        kinds, flipped = ["none"], None
+        if mixture:           # at the sampler's weights R2 replays live picks: nothing changes
+            kinds = ["none", "r2", "r3"] if old else ["none", "r3"]
+            flipped = flips(own_routes(model, rollout), rollout.routes, rollout)
+        for kind in kinds:
+            logp = logprobs(model, rollout, routes_for(kind, old or model, rollout))
+            pair = logp[rollout.mask], rollout.logp_sampler[rollout.mask]
+            measured.setdefault((situation, kind), []).append((*pair, flipped))
 
-    for repeat in tqdm(range(repeats), desc=f"{kind}: measuring"):
+    for repeat in tqdm(range(seeds), desc=f"the gap of {Path(path).name}"):
         engine.sync(trainer)
         rollout = engine.sample(prompts, max_tokens, seed=[seed, repeat])
-        record("natural, fp32 trainer", rollout, trainer, trainer)
-        record("natural, bf16 trainer", rollout, trainer16, trainer16)
-        ahead = copy.deepcopy(trainer)
-        lesson1.one_step(ahead, rollout, lesson1.rewards(task, digits, rollout, tokenizer), lr)
-        record("one step stale", rollout, ahead, trainer)
-        engine.sync(trainer, lesson3.weight_noise(NOISE, seed + repeat)(trainer.state_dict()))
-        record(f"weight noise {NOISE:.0%}", engine.sample(prompts, max_tokens, seed=[seed, repeat]), trainer, trainer)
+        add("natural, fp32 trainer", rollout, trainer)
+        add("natural, bf16 trainer", rollout, trainer16)
+        R = lesson1.rewards(lesson1.SUM, digits, rollout, tokenizer)
+        add("one step stale", rollout, lesson1.one_step(copy.deepcopy(trainer), rollout, R, lr), trainer)
+        engine.sync(trainer, lesson3.parameter_noise(NOISE, seed + repeat)(trainer.state_dict()))
+        rollout = engine.sample(prompts, max_tokens, seed=[seed, repeat])
+        add(f"parameter noise {NOISE:.0%}", rollout, trainer)
+
     rows = []
-    for (situation, replayed), measured in arms.items():
-        each = [gap_statistics(logp, mu) for logp, mu, _ in measured]
-        row = {"policy": kind, "situation": situation, "replay": replayed, "tokens": sum(len(logp) for logp, _, _ in measured)}
-        for key in ("abs", "rms", "k3", "F(1.1)", "F(2)"):
-            row[key], row[f"{key} spread"] = float(np.mean([e[key] for e in each])), float(np.std([e[key] for e in each], ddof=1))
-        row["max"] = max(e["max"] for e in each)
-        if engine.mixture:
-            row["flips"] = flip_statistics(torch.cat([changed for _, _, changed in measured]))
-            # the tokens without a flip in any layer: what is left of the gap there?
-            quiet = [((logp - mu)[(changed == 0).all(1)], (logp - mu)[(changed > 0).any(1)]) for logp, mu, changed in measured]
-            for name, part in zip(("rms where no pick flips", "rms where one does"), zip(*quiet)):
-                d = torch.cat(part).double()
-                row[name] = d.square().mean().sqrt().item() if len(d) else float("nan")
+    for (situation, kind), each in measured.items():
+        logp, mu, flipped = zip(*each)
+        row = {"policy": "MoE" if mixture else "dense", "situation": situation, "replay": kind}
+        row |= gap_row(list(zip(logp, mu)))
+        row |= flip_row(torch.cat(logp) - torch.cat(mu), torch.cat(flipped)) if mixture else {}
         rows.append(row)
     return rows
 
 
 # ---------------------------------------------------------------- experiment 2: the jump
-@torch.no_grad()
-def path_logp(model, start: dict, end: dict, u: float, rollout, routes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """log pi (B, T) and the picks at the weights (1 - u) start + u end."""
-    model.load_state_dict({name: torch.lerp(value, end[name], u) for name, value in start.items()})
-    return score(model, rollout, routes), own_routes(model, rollout)
-
-
-def jump(trainer, ahead, rollout, points: int = 41) -> dict:
-    """log pi of single tokens on the straight line from one weight setting to another, live and with the picks of u = 0 replayed,
-    in float64 (but for the gates): is the step between neighbouring points larger where a pick flips? Halving the distance halves a
-    continuous step, and leaves a jump as it is."""
-    model, held = copy.deepcopy(trainer).double(), None
-    model.set_experts_implementation("eager")                              # the default one has no float64
-    start, end = copy.deepcopy(model.state_dict()), copy.deepcopy(ahead).double().state_dict()
-    u = np.linspace(0, 1, points)
-    live, fixed, routes = [], [], []
-    for x in tqdm(u, desc="the jump"):
-        logp, picks = path_logp(model, start, end, x, rollout)
-        held = picks if held is None else held
-        live.append(logp[rollout.mask])
-        fixed.append(path_logp(model, start, end, x, rollout, held)[0][rollout.mask])
-        routes.append(picks)
-    live, fixed = torch.stack(live), torch.stack(fixed)                    # (points, n)
-    flipped = torch.stack([(flips(a, b, rollout) > 0).any(1) for a, b in zip(routes, routes[1:])])
-    steps, steps_fixed = live.diff(dim=0).abs(), fixed.diff(dim=0).abs()
-    # a flip anywhere in a prefix moves the tokens after it as well: judge the tokens whose own picks flipped
-    k, token = divmod(int(torch.where(flipped, steps, -1.0).argmax()), live.shape[1])
-    # bisect the interval of the largest jump down to 2^-20 of it
-    low, high, row = u[k], u[k + 1], torch.nonzero(rollout.mask)[token]
-    at = lambda x: path_logp(model, start, end, x, rollout[int(row[0]):int(row[0]) + 1])[0]
-    logp_low, logp_high = at(low), at(high)
+def halved(f, low: float, high: float) -> tuple[float, float]:
+    """Drops the half of the interval with the smaller change, twenty times: (change of f, width) of
+    what is left. Halving the width halves a continuous change, and leaves a jump as it is."""
+    at_low, at_high = f(low), f(high)
     for _ in range(20):
         middle = (low + high) / 2
-        logp_middle = at(middle)
-        # keep the half with the larger step
-        if (logp_middle - logp_low)[0, row[1]].abs() >= (logp_high - logp_middle)[0, row[1]].abs():
-            high, logp_high = middle, logp_middle
+        at_middle = f(middle)
+        if abs(at_middle - at_low) >= abs(at_high - at_middle):
+            high, at_high = middle, at_middle
         else:
-            low, logp_low = middle, logp_middle
-    return {"u": u.tolist(), "live": live[:, token].tolist(), "replayed": fixed[:, token].tolist(), "flips_at": np.flatnonzero(flipped[:, token].numpy()).tolist(),
-            "step_at_a_flip": steps[flipped].mean().item(), "step_elsewhere": steps[~flipped].mean().item(),
-            "step_replayed": steps_fixed.mean().item(), "largest_step": steps.max().item(), "largest_step_replayed": steps_fixed.max().item(),
-            "jump": (logp_high - logp_low)[0, row[1]].abs().item(), "jump_width": float(high - low), "flips_per_token": flipped.sum(0).double().mean().item()}
+            low, at_low = middle, at_middle
+    return abs(at_high - at_low), float(high - low)
 
 
-# ---------------------------------------------------------------- experiment 3: what replay does to the gradient
-def replayed_gradient(model, rollout, A: Tensor, routes: Tensor | None) -> Tensor:
-    """E[A s] as a parameter gradient, a mean over response tokens, with these routes replayed."""
-    logp = score(model, rollout, routes, grad=True)
-    return lesson3.flat_gradient(model, -lesson2.policy_loss(logp, torch.ones_like(logp), A, rollout.mask, int(rollout.mask.sum())))
+@torch.no_grad()
+def jump(trainer, ahead, rollout, points: int = 41) -> dict:
+    """log pi of single tokens on the straight line between two weight settings, live and with the
+    picks of u = 0 replayed, in float64 but for the gates. A step leads to the next point."""
+    model = copy.deepcopy(trainer).double()
+    model.set_experts_implementation("eager")                   # the default one has no float64
+    start, end = copy.deepcopy(model.state_dict()), copy.deepcopy(ahead).double().state_dict()
+
+    def at(u: float, rollout, routes: Tensor | None = None) -> Tensor:
+        """log pi (B, T) at the weights (1 - u) start + u end."""
+        model.load_state_dict({name: torch.lerp(x, end[name], u) for name, x in start.items()})
+        return logprobs(model, rollout, routes)
+
+    u, live, fixed, routes = np.linspace(0, 1, points), [], [], []
+    for x in tqdm(u, desc="the jump"):
+        live.append(at(x, rollout)[rollout.mask])
+        routes.append(own_routes(model, rollout))
+        fixed.append(at(x, rollout, routes[0])[rollout.mask])
+    live, fixed = torch.stack(live), torch.stack(fixed)         # (points, n)
+    # a flip in a prefix moves later tokens as well: only a token's own picks are judged
+    flipped = torch.stack([(flips(a, b, rollout) > 0).any(1) for a, b in zip(routes, routes[1:])])
+    steps, steps_fixed = live.diff(dim=0).abs(), fixed.diff(dim=0).abs()
+    # the token with the largest step at a flip; that step, halved
+    k, token = divmod(int(torch.where(flipped, steps, -1.0).argmax()), live.shape[1])
+    row, t = rollout.mask.nonzero()[token].tolist()
+    change, width = halved(lambda x: at(x, rollout[row:row + 1])[0, t].item(), u[k], u[k + 1])
+    return {"step at a flip": steps[flipped].mean().item(),
+            "elsewhere": steps[~flipped].mean().item(), "replayed": steps_fixed.mean().item(),
+            "largest": steps.max().item(), "largest replayed": steps_fixed.max().item(),
+            "flips per token": flipped.sum(0).double().mean().item(),
+            "jump": change, "within": width, "u": u.tolist(), "log pi": live[:, token].tolist(),
+            "log pi, replayed": fixed[:, token].tolist(),
+            "flips at": flipped[:, token].nonzero().flatten().tolist()}
 
 
+# ---------------------------------------------------------------- experiment 3: the gradient
 def gradients(trainer, engine, tokenizer, seed: int, quick: bool) -> list[dict]:
-    """Cosine and size of the replayed policy's gradient against the live one's, on one batch a row: at the sync, and after a few
-    steps of training away from it."""
-    task, model, group_size, rows = lesson1.TASKS["sum"], copy.deepcopy(trainer), 8, []
-    n, max_tokens, lr = (32, task.max_tokens, 1.5e-3) if lesson1.is_tiny(tokenizer) else (8, 256, 1e-6)
+    """Cosine and size of the replayed policy's gradient E[A s] against the live one's, at a sync and
+    some steps of training later."""
+    _, _, max_tokens, lr, prompts = SIZES[lesson1.scale(tokenizer)]
+    model, rows = copy.deepcopy(trainer), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    run = lesson3.grpo(model, engine, task, tokenizer, optimizer, lesson3.weighted(lesson2.CORRECTIONS["tis"]), 5 if quick else 17, 100, seed, prompts=n,
-                       group_size=group_size, max_tokens=max_tokens, decay=False)
-    for batch in run:
+    loss = lesson3.weighted(lesson2.CORRECTIONS["tis"])
+    for batch in lesson3.grpo(model, engine, lesson1.SUM, tokenizer, optimizer, loss,
+                              5 if quick else 17, 100, seed, prompts=prompts,
+                              max_tokens=max_tokens, decay=False):
         if batch.step in (0, 1, 4, 16):
-            live = replayed_gradient(model, batch.rollout, batch.advantage, None)
-            row = {"age": batch.step, "flips": flip_statistics(flips(own_routes(model, batch.rollout), batch.rollout.routes, batch.rollout))["picks"]}
+            r, g = batch.rollout, {}
+            flipped = flips(own_routes(model, r), r.routes, r) > 0
+            for kind in ("none", "r2", "r3"):
+                logp = logprobs(model, r, routes_for(kind, trainer, r), grad=True)
+                # E[A s], a mean over response tokens
+                value = (batch.advantage[:, None] * logp).sum() / r.mask.sum()
+                g[kind] = lesson3.flat_gradient(model, value)
+            rows.append({"steps after a sync": batch.step,
+                         "picks that flip": flipped.double().mean(0).mean().item()})
             for kind in ("r2", "r3"):
-                g = replayed_gradient(model, batch.rollout, batch.advantage, routes_for(kind, trainer, batch.rollout))
-                row[kind], row[f"{kind} size"] = (g @ live / g.norm() / live.norm()).item(), (g.norm() / live.norm()).item()
-            rows.append(row)
+                size, live = g[kind].norm(), g["none"]
+                rows[-1][f"{kind}: cosine"] = (g[kind] @ live / size / live.norm()).item()
+                rows[-1][f"{kind}: size"] = (size / live.norm()).item()
     return rows
 
 
-# ---------------------------------------------------------------- experiment 4: training with a stale sampler (--study)
-STUDY = lesson4.Setting("sum", steps=60, period=60, lr=1.5e-3, every=4)
-
-
-def replayed_score(kind: str):
-    """Lesson 3's loop scores through this: live at the sampler's weights, replayed at the trainer's (R2), or both replayed (R3)."""
-    def scored(model, rollout, old, grad):
-        routes = None if kind == "r2" and model is old else routes_for(kind, old, rollout)      # R2: old's picks are its own
-        return score(model, rollout, routes, head=True, grad=grad)
-    return scored
-
-
-def study(start, engine, tokenizer, policy_id: str, done: dict, save) -> dict:
-    """MiniRL's weight under no replay, R2 and R3 with syncs every 2, 8 and 32 steps, three paired seeds each, against on-policy runs
-    without replay. `done`: records that need no second run; save(records) is called after each."""
-    plan = [("on-policy", "none", 1, seed) for seed in range(3)] + [
-        ("minirl", kind, period, seed) for period in (2, 8, 32) for kind in ("none", "r2", "r3") for seed in range(3)]
-    records, reference = {}, None
-    for number, (arm, kind, period, seed) in enumerate(plan):
-        key, folder = f"{arm}; {kind}; period {period}; seed {seed}", lesson4.reference_folder(STUDY, policy_id).name
-        record = done.get(key)
-        if record is None or record["reference"] != folder:
-            print(f"run {number + 1} of {len(plan)}: {key}", flush=True)
-            reference = reference or lesson4.Reference(start, engine, tokenizer, STUDY, policy_id)
-            record = {"reference": folder, "replay": kind, "period": period, **lesson4.run(
-                start, engine, tokenizer, STUDY, arm, seed, reference, period=period, loss=lesson3.weighted(lesson2.CORRECTIONS["minirl" if arm == "minirl" else "none"]),
-                score=replayed_score(kind))}
-        records[key] = record
-        save({**done, **records})
-    return records
-
-
-# ---------------------------------------------------------------- table and picture
-LITERATURE = """published (R3, arXiv 2510.11370: Qwen3-30B-A3B, 128 experts, top 8, 48 layers, SGLang against Megatron; not measured here): 10 % of the
-picks and 94 % of the tokens flip; k3 1.535e-3 live, 7.5e-4 replayed, 6.4e-4 for a dense Qwen3-8B; F(2) about ten times lower with replay"""
-
-
-def report(result: dict) -> None:
-    """The tables, predicted beside measured."""
-    print(f"\n{'':47}mean |d| ± seeds        rms       max          k3 ± seeds   F(1.1)    F(2) | live flips: picks   tokens (independent layers)  experts a token   by layer")
-    for row in result["gap"]:
-        line = (f"{row['policy']:6}{row['situation']:24}replay {row['replay']:7}{row['abs']:11.2e} ± {row['abs spread']:.0e}{row['rms']:11.1e}{row['max']:10.2g}"
-                f"{row['k3']:12.1e} ± {row['k3 spread']:.0e}{row['F(1.1)']:9.2%}{row['F(2)']:8.2%}")
-        if "flips" in row:
-            f = row["flips"]
-            line += f" |{f['picks']:13.2%}{f['tokens']:9.2%} ({f['tokens_predicted']:.2%}){f['experts']:27.3f}   " + " ".join(f"{x:.2%}" for x in f["by_layer"])
-        print(line)
-    print(LITERATURE)
-    print("\nwhere is the gap? rms of d, nats               no pick of the token flips | one does")
-    for row in result["gap"]:
-        if "flips" in row:
-            print(f"{row['situation']:24}replay {row['replay']:14}{row['rms where no pick flips']:27.1e} | {row['rms where one does']:.1e}")
-    j = result["jump"]
-    steps = len(j["u"]) - 1
-    print(f"\nthe jump, on the line between two weight settings in {steps} steps, float64: mean change of log pi a step, nats")
-    print(f"  where a pick of the token flips {j['step_at_a_flip']:.2e}, where none of its own does {j['step_elsewhere']:.2e}, with the first picks replayed {j['step_replayed']:.2e}")
-    print(f"  the largest, cut down to a step of {j['jump_width']:.0e}: predicted 0 if continuous | measured {j['jump']:.2g}")
-    print("\ngradient of the replayed policy against the live one, one batch a row: cosine (size)")
-    for row in result["gradients"]:
-        print(f"  {row['age']:2} steps after the sync, {row['flips']:6.2%} of the picks flip:   R2 {row['r2']:.4f} ({row['r2 size']:.2f})   R3 {row['r3']:.4f} ({row['r3 size']:.2f})")
-    if "study" in result:
-        every = list(result["study"].values())
-        base = lesson4.floor(every)
-        print(f"\nstudy: {STUDY.steps} steps under MiniRL's weight; KL(on-policy || run) over its floor ({base:.2g} nats a token) and accuracy at the end, seed by seed")
-        for arm, kind, period in dict.fromkeys((r["arm"], r["replay"], r["period"]) for r in every):
-            mine = [r for r in every if (r["arm"], r["replay"], r["period"]) == (arm, kind, period)]
-            print(f"  synced every {period:2} steps, replay {kind:5}  KL / floor {lesson4.show([lesson4.mean_kl(r) / base for r in mine], 1):20} accuracy {lesson4.show([r['sampled'] for r in mine]):18} "
-                  f"seconds {np.mean([r['seconds'] for r in mine]):.0f}")
-
-
-def draw(result: dict, path) -> None:
-    """The picture, from the JSON alone."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.6))
-    find = lambda policy, situation, replayed: next((r for r in result["gap"] if (r["policy"], r["situation"], r["replay"]) == (policy, situation, replayed)), None)
-    situations = list(dict.fromkeys(r["situation"] for r in result["gap"]))
-    live = [find("MoE", s, "none") for s in situations]
-    layers = len(live[0]["flips"]["by_layer"])
-    for layer in range(layers):
-        left.bar(np.arange(len(situations)) + (layer - (layers - 1) / 2) * 0.8 / layers, [100 * r["flips"]["by_layer"][layer] for r in live], 0.7 / layers,
-                 color=str(0.2 + 0.6 * layer / max(1, layers - 1)), edgecolor="k", label=f"layer {layer}" if layers < 9 else None)
-    left.set(yscale="log", ylabel="picks that differ, %", title=f"Engine and trainer pick other experts:\n{live[0]['flips']['picks']:.1%} of the picks at the natural gap")
-    for axes in (left, middle):
-        axes.set_xticks(range(len(situations)), [s.replace(", ", ",\n") for s in situations], fontsize=8)
-    left.legend(fontsize=8)
-    arms = [("dense", "none", "dense", "0.9"), ("MoE", "none", "MoE, live", "0.15"), ("MoE", "r2", "MoE, R2", "0.45"), ("MoE", "r3", "MoE, R3", "0.7")]
-    for i, (policy, replayed, label, shade) in enumerate(arms):
-        bars = [(k, find(policy, s, replayed)) for k, s in enumerate(situations)]
-        bars = [(k, r) for k, r in bars if r]
-        middle.bar([k + (i - 1.5) * 0.2 for k, _ in bars], [r["k3"] for _, r in bars], 0.18, color=shade, edgecolor="k", label=label)
-    natural, replayed = find("MoE", situations[0], "none"), find("MoE", situations[0], "r3")
-    middle.set(yscale="log", ylabel="k3, nats a token", title=f"Replay divides the natural k3 by {natural['k3'] / replayed['k3']:.1f}\n(R2 = live where there is no lag: not drawn)")
-    middle.legend(fontsize=8)
-    j = result["jump"]
-    right.plot(j["u"], j["live"], "k.-", label="live")
-    right.plot(j["u"], j["replayed"], "--", color="0.5", label="picks of u = 0 replayed")
-    for k in j["flips_at"]:
-        right.axvspan(j["u"][k], j["u"][k + 1], color="0.85")
-    right.set(xlabel="u, weights (1 - u) start + u end", ylabel="log pi of one token (nats)", title="A pick has no small changes\n(grey: a pick of this token flips)")
-    right.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+# ---------------------------------------------------------------- main
+def verdict(rows: list[dict]) -> str:
+    """One line that reads the mixture's natural gap aloud."""
+    live, replayed = (row for row in rows if row["policy"] == "MoE"
+                      and row["situation"] == "natural, fp32 trainer")
+    if not live["picks that flip"]:
+        return "At the same weights no pick flips: there is nothing to replay."
+    says = f"At the same weights {live['picks that flip']:.2%} of the picks flip. "
+    pairs = list(zip(live["k3 by seed"], replayed["k3 by seed"]))
+    if any(after >= before for before, after in pairs):
+        return says + (f"Replay does not lower the mixture's k3 with every seed: {live['k3']:.1e} ± "
+                       f"{live['k3 ±']:.0e} live, {replayed['k3']:.1e} ± {replayed['k3 ±']:.0e} replayed.")
+    shares = [1 - after / before for before, after in pairs]
+    return says + (f"They make {1 - replayed['k3'] / live['k3']:.0%} of the mixture's k3 "
+                   f"({min(shares):.0%} to {max(shares):.0%} by seed), and replay removes that part.")
 
 
 def main(argv=None) -> dict:
-    """Runs the lesson and returns what its JSON holds. argv as on the command line."""
-    args, path, trainer = lesson1.lesson_arguments("05_router_replay.py", __doc__, argv,
-                                                   study="no replay, R2 and R3 in training, three seeds; resumable", architecture=MIXTURE)
+    args, trainer, tokenizer = lesson1.arguments(__file__, __doc__, argv, architecture=MIXTURE)
     try:
-        routers(trainer)
+        normalizes(trainer)                                     # before vLLM starts
     except ValueError as error:
-        lesson1.Parser(prog="05_router_replay.py").error(f"--model {args.model}: {error}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    tiny, task = lesson1.is_tiny(tokenizer), lesson1.TASKS["sum"]
-    engine = lesson1.Sampler(path)         # before the dense one: vLLM makes the experts' process group with a process' first engine or never
-    result = {"settings": {"seed": args.seed, "quick": args.quick, "noise": NOISE}, "gap": []}
-    if tiny:                                                        # lesson 1's dense policy, for comparison
-        dense = lesson1.policy("sum")
-        result["gap"] += one_policy(dense, lesson1.load_model(dense), lesson1.Sampler(dense), tokenizer, args.seed, args.quick)
-    result["gap"] += one_policy(path, trainer, engine, tokenizer, args.seed, args.quick)
+        argparse.ArgumentParser(prog="05_router_replay.py").error(f"--model {args.model}: {error}")
+    n, rows = (32 if args.quick else 128), []
+    engine = RoutedSampler(args.path)                           # the process' first
+    if lesson1.is_tiny(tokenizer):                              # lesson 1's policy, to compare
+        path = lesson1.policy()
+        dense = lesson1.load_model(path), lesson1.Sampler(path)
+        rows += one_policy(path, *dense, tokenizer, args.seed, args.quick)
+    rows += one_policy(args.path, trainer, engine, tokenizer, args.seed, args.quick)
+
     engine.sync(trainer)
-    digits, prompts = lesson1.make_prompts(task, tokenizer, 32 if args.quick else 128, np.random.default_rng(args.seed))
-    rollout, ahead = engine.sample(prompts, task.max_tokens if tiny else 64, seed=[args.seed, 9]), copy.deepcopy(trainer)
-    lesson1.one_step(ahead, rollout, lesson1.rewards(task, digits, rollout, tokenizer), 1.5e-3 if tiny else 1e-6)
-    result["jump"] = jump(trainer, ahead, rollout[:8 if args.quick else 32])
-    result["gradients"] = gradients(trainer, engine, tokenizer, args.seed, args.quick)
-    json_path = args.out / "05_router_replay.json"
-    before = lesson3.read_json(json_path) or {}
-    if args.study:
-        save = lambda records: lesson1.save_json({**result, "study": records}, json_path)
-        result["study"] = study(trainer, engine, tokenizer, lesson1.file_hashes(Path(path))["model.safetensors"], before.get("study", {}), save)
-    elif "study" in before and not args.changed:
-        result["study"] = before["study"]                           # a plain run does not lose what the study found
-    result = lesson1.save_json(result, json_path)
-    report(result)
-    rows = {(r["policy"], r["situation"], r["replay"]): r for r in result["gap"]}
-    live, replayed = rows["MoE", "natural, fp32 trainer", "none"], rows["MoE", "natural, fp32 trainer", "r3"]
-    print(f"\nAt the same weights {live['flips']['picks']:.2%} of the picks flip; they make {1 - replayed['k3'] / live['k3']:.0%} of the mixture's k3, and replay removes them.")
-    draw(result, args.out / "05_router_replay.png")
-    print(f"picture: {args.out / '05_router_replay.png'}")
-    return result
+    _, _, max_tokens, lr, _ = SIZES[lesson1.scale(tokenizer)]
+    digits, prompts = lesson1.make_prompts(lesson1.SUM, tokenizer, n, np.random.default_rng(args.seed))
+    rollout = engine.sample(prompts, min(max_tokens, 64), seed=[args.seed, 9])
+    R = lesson1.rewards(lesson1.SUM, digits, rollout, tokenizer)
+    ahead = lesson1.one_step(copy.deepcopy(trainer), rollout, R, lr)
+    result = {"gap": rows, "jump": jump(trainer, ahead, rollout[:n // 4]),
+              "gradients": gradients(trainer, engine, tokenizer, args.seed, args.quick)}
+
+    mixture = [row for row in rows if row["policy"] == "MoE"]
+    lesson1.table("the gap d = log pi - log mu, live and replayed", rows, "policy", "situation",
+                  "replay", "mean |d|", "mean |d| ±", "rms", "max", "k3", "k3 ±", "F(1.1)", "F(2)")
+    lesson1.table("where it is", mixture, "situation", "replay", "picks that flip", "by layer",
+                  "tokens with a flip", "if layers are independent", "rms d: no flip", "rms d: flip")
+    lesson1.table("the jump: mean change of log pi per step between two weight settings",
+                  [result["jump"]], "step at a flip", "elsewhere", "replayed", "jump", "within")
+    lesson1.table("the replayed policy's gradient against the live one's", result["gradients"])
+    print(f"\n{verdict(rows)}")
+    return lesson1.save({"model": args.path, "seed": args.seed, **result}, args.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "figures"), str(ROOT / "tests")]
 lesson1 = import_module("01_mismatch")   # first: it decides what of torch's company is imported
 import torch
 
@@ -87,25 +88,31 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.fixture(scope="session")
 def tiny():
     """The tiny policy's checkpoint, built on the first run."""
-    return lesson1.policy("sum")
+    return lesson1.policy()
 
 
 @pytest.fixture(scope="session")
 def mixture():
-    return lesson1.policy("sum", import_module("05_router_replay").MIXTURE)
+    return lesson1.policy(architecture=import_module("05_router_replay").MIXTURE)
 
 
 @pytest.fixture(scope="session")
 def mixture_engine(mixture):
     """vLLM on the mixture of experts, in float32: it picks as the trainer does."""
-    return lesson1.Sampler(mixture, dtype="float32")
+    return import_module("05_router_replay").RoutedSampler(mixture, dtype="float32")
 
 
 @pytest.fixture(scope="session")
 def engine(tiny, mixture_engine):
-    """One real vLLM engine, in float32: exact to 1e-6 against a float32 trainer. Started after the mixture's: vLLM
-    makes the experts' process group with a process' first engine or never."""
+    """One real vLLM engine, in float32: exact to 1e-6 against a float32 trainer. Started after the
+    mixture's: vLLM makes the experts' process group with a process' first engine or never."""
     return lesson1.Sampler(tiny, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def engine16(engine, tiny):
+    """The same in bfloat16, as the lessons use it."""
+    return lesson1.Sampler(tiny)
 
 
 @pytest.fixture
@@ -120,7 +127,8 @@ def tokenizer(tiny):
 
 @pytest.fixture
 def moved(trainer):
-    """A trainer whose weights, the tied embedding and head included, have moved away from the checkpoint's."""
+    """A trainer whose weights, the tied embedding and lm_head included, have moved away from the
+    checkpoint's."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in trainer.parameters():
