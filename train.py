@@ -11,8 +11,7 @@ One step, in the order of the loop in `train`:
   5. weigh      advantage A within each group, weight w and center c of --correction   (2 and 4)
   6. update     L = -sum A (w log pi - c) / N, gradient norm clipped to 1, one AdamW step
 
-Compared with GRPO as published (arXiv 2402.03300): one optimizer step per batch, no KL penalty,
-and the loss averages over the N tokens of the batch. PPO's clip is one of the corrections.
+This is GRPO (arXiv 2402.03300) without its KL penalty, and with one update per batch.
 
   python train.py                                    the tiny policy on a CPU, about 40 s
   python train.py --staleness 63                     a stale sampler: training goes astray
@@ -21,27 +20,23 @@ and the loss averages over the N tokens of the batch. PPO's clip is one of the c
   torchrun --nproc-per-node 2 train.py               several processes: FSDP2, a sampler each
   python train.py --model Qwen/Qwen3-0.6B            a CUDA GPU of 24 GB (not run yet)
 
-A run lives in --out: run.json (its flags), checkpoint-<step>/ (its newest policy, which
-transformers and vLLM load like any other), train.png, summary.json, and metrics.csv:
+A run lives in --out: run.json (its flags), metrics.csv (one row per step), state.pt (for --resume);
+checkpoint-0/ and checkpoint-<steps>/, which transformers and vLLM load; at the end summary.json and
+train.png. The columns of metrics.csv:
 
   step, age                     age of the sampler's weights, in steps
   reward, length, cut_off       mean reward, mean response tokens, share cut off at --max-tokens
   discrepancy, k3, lag          mean |d|, k3 of d (see lesson 1), mean |l|, all in nats
   ess, ess_tokens, mean_ratio   of the batch as first drawn: effective sample size of the lag ratios
                                 of responses and of tokens, as shares; mean lag ratio of the tokens
-  dropped_tokens, dropped_seconds   what step 4 threw away
-  weight, loss, grad_norm       mean w; L (only its gradient has a meaning); the norm, not clipped
+  dropped_tokens, dropped_seconds    what step 4 threw away
+  weight, grad_norm, loss       mean w; the gradient's norm; L, whose value means nothing
   tokens, not_finite            N; tokens left out of N, as the engine gave no finite log-prob
-  seconds                       of the whole step
 """
 import argparse
 import copy
-import csv
 import json
-import math
 import os
-import shutil
-import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -50,12 +45,11 @@ import numpy as np
 
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 if WORLD > 1:   # torchrun: each process is to see one GPU, its own, since vLLM takes the first one
-    present = ",".join(str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*")))
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", present).split(",")
-    if gpus != [""]:
-        if int(os.environ["LOCAL_WORLD_SIZE"]) > len(gpus):
-            sys.exit(f"train.py: error: more processes than GPUs, and there are {len(gpus)}")
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
+    present = map(str, range(len([*Path("/dev").glob("nvidia[0-9]*")])))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(present)).split(",")
+    if gpus != [""] and len(gpus) < int(os.environ["LOCAL_WORLD_SIZE"]):
+        raise SystemExit(f"train.py: more processes than GPUs, of which there are {len(gpus)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"]) % len(gpus)]
 
 lesson1 = import_module("01_mismatch")   # before torch: it hides broken packages around it
 lesson2 = import_module("02_importance_sampling")
@@ -63,55 +57,49 @@ lesson3 = import_module("03_decompose")
 lesson4 = import_module("04_dlc")
 lesson5 = import_module("05_router_replay")
 import torch
-import torch.distributed as distributed
-import transformers
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict)
+from torch.distributed.checkpoint import state_dict as shards
 
 CORRECTIONS = {**lesson2.CORRECTIONS, "dlc": lesson4.lag_clip}   # dlc: with a center and resyncs
-DTYPES = ["bfloat16", "float16", "float32"]
-DEFAULTS = {     # flags that depend on the model: the tiny policy, any other on a CPU, on a GPU
-    "tiny": {"prompts": 32, "max_tokens": 9, "lr": 1.5e-3, "head": len(lesson1.CHARACTERS),
-             "engine_dtype": "bfloat16", "trainer_dtype": "float32"},
-    "cpu": {"prompts": 8, "max_tokens": 64, "lr": 3e-6, "head": 64,
-            "engine_dtype": "float32", "trainer_dtype": "float32"},
-    "gpu": {"prompts": 16, "max_tokens": 256, "lr": 1e-6, "head": 128,
-            "engine_dtype": "bfloat16", "trainer_dtype": "bfloat16"}}
-SAVE_EVERY = 20                          # steps between checkpoints
-WHOLE = StateDictOptions(full_state_dict=WORLD > 1)
+BY_MODEL = "steps", "prompts", "max_tokens", "lr", "head", "engine_dtype", "trainer_dtype"
+DEFAULTS = {     # of these flags: for the tiny policy, for any other model on a CPU, on a GPU
+    "tiny": (80, 32, 9, 1.5e-3, len(lesson1.CHARACTERS), "bfloat16", "float32"),
+    "cpu": (20, 8, 64, 3e-6, 64, "float32", "float32"),
+    "gpu": (80, 16, 256, 1e-6, 128, "bfloat16", "bfloat16")}
+SAVE_EVERY = 20                          # steps between writes of state.pt
+WHOLE = shards.StateDictOptions(full_state_dict=WORLD > 1)
 
 
 # ---------------------------------------------------------------- the loop
 def train(args, trainer, tokenizer, sampler, saved: dict | None):
     """Trains the trainer and returns the policy. `saved`: where a stopped run goes on. Raises
-    FloatingPointError where nothing finite is left, ValueError where the responses are not mu's."""
+    FloatingPointError if a gradient is not finite, ValueError if the responses are not mu's."""
     task, correct, V = lesson1.SUM, CORRECTIONS[args.correction], lesson1.vocabulary(trainer)
     first, synced, old = 0, 0, copy.deepcopy(trainer)    # old: the trainer at theta_s
-    if saved:
-        first, synced = saved["step"], saved["synced"]
-        trainer.load_state_dict(saved["trainer"])
-        old.load_state_dict(saved["old"])
-        sampler.sync(old)
-        version = sampler.version
-    if WORLD > 1:
-        shard(trainer)
+    if WORLD > 1:                        # FSDP2: a part of every layer's state for each process
+        lists = (m for m in trainer.modules() if isinstance(m, torch.nn.ModuleList))
+        for module in (*next(lists, ()), trainer):       # the outermost list has the layers
+            torch.distributed.fsdp.fully_shard(module)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=args.lr, weight_decay=0.0)
     scaler = torch.amp.GradScaler(lesson1.DEVICE.type, enabled=args.trainer_dtype == "float16")
-    if saved:
-        set_optimizer_state_dict(trainer, optimizer, saved["optimizer"], options=WHOLE)
-        scaler.load_state_dict(saved["scaler"])
     autocast = torch.autocast(lesson1.DEVICE.type, getattr(torch, args.trainer_dtype),
                               enabled=args.trainer_dtype != "float32")
     logprobs, routes_for = autocast(lesson5.logprobs), autocast(lesson5.routes_for)
     share = args.prompts * args.group_size // WORLD
     mine = slice(RANK * share, (RANK + 1) * share)       # this process' responses
+    if saved:
+        shards.set_state_dict(trainer, optimizer, model_state_dict=saved["trainer"],
+                             optim_state_dict=saved["optimizer"], options=WHOLE)
+        scaler.load_state_dict(saved["scaler"])
+        old.load_state_dict(saved["old"])
+        sampler.sync(old)
+        first, synced, version = saved["step"], saved["synced"], sampler.version
 
     for step in range(first, args.steps):
-        start, dropped_tokens, dropped_seconds = time.perf_counter(), 0, 0.0
+        start, dropped = time.perf_counter(), {"dropped_tokens": 0, "dropped_seconds": 0.0}
         for attempt in (1, 2):           # the second one only where the first batch is refused
             # 1. sync: theta_s <- theta
             if step == 0 or step - synced > args.staleness or attempt == 2:
-                old.load_state_dict(get_model_state_dict(trainer, options=WHOLE))
+                old.load_state_dict(shards.get_model_state_dict(trainer, options=WHOLE))
                 sampler.sync(old)
                 synced, version = step, sampler.version
 
@@ -120,11 +108,11 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
                 task, tokenizer, args.prompts, np.random.default_rng([args.seed, step]))
             rollout = widen(sampler.sample(
                 prompts, args.max_tokens, seed=[args.seed, step, attempt],
-                group_size=args.group_size, head=args.head, rows=mine))
-            if not rollout.neutral or rollout.version != version:
-                raise ValueError(f"step {step}: these responses are not from mu at theta_s")
-            R = lesson1.rewards(task, digits.repeat(args.group_size, 0)[mine], rollout, tokenizer)
+                group_size=args.group_size, head=args.head or 0, rows=mine))
             mask = rollout.mask & rollout.logp_sampler.isfinite()      # others are not trained on
+            if not rollout.neutral or rollout.version != version or not mask.any():
+                raise ValueError(f"step {step}: these are no samples from a known mu at theta_s")
+            R = lesson1.rewards(task, digits.repeat(args.group_size, 0)[mine], rollout, tokenizer)
             rollout.head_logp = torch.where(mask[..., None], rollout.head_logp, 0.0)
 
             # 3. log-probs: log pi - log mu = d + l
@@ -136,16 +124,14 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
             logp, logp_old, logp_sampler, mask, R, ended, lengths = gather(
                 logp, logp_old, rollout.logp_sampler, mask, R, rollout.ended, rollout.mask.sum(1))
             lag, N = logp - logp_old, int(mask.sum())
-            if N == 0:
-                raise FloatingPointError(f"step {step}: the engine gave no token a finite log-prob")
 
             # 4. judge: is enough of this batch left? At age 0 every ratio is 1, and so is the ESS
             if attempt == 1:
-                ess, ess_tokens = lesson4.lag_ess(lag, mask), lesson2.ess(lag[mask])
-                mean_ratio = lesson4.mean_ratio(lag, mask)
-            if ess >= args.resync_ess or step == synced:
+                judged = {"ess": lesson4.lag_ess(lag, mask), "ess_tokens": lesson2.ess(lag[mask]),
+                          "mean_ratio": lesson4.mean_ratio(lag, mask)}
+            if judged["ess"] >= args.resync_ess or step == synced:
                 break
-            dropped_tokens, dropped_seconds = N, time.perf_counter() - start
+            dropped = {"dropped_tokens": N, "dropped_seconds": time.perf_counter() - start}
 
         # 5. weigh: the advantage within each group, the importance weight
         A = lesson2.advantages(R, args.group_size, args.advantage).to(lesson1.DEVICE)
@@ -164,11 +150,9 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
         grad_norm = (grad_norm if WORLD == 1 else grad_norm.full_tensor()).item()
-        # in float16 the scaler skips such a step and halves its scale; below 1 that is no help
-        if not math.isfinite(grad_norm) and scaler.get_scale() <= 1:
+        if not np.isfinite(grad_norm) and scaler.get_scale() <= 1:     # float16: else it is halved
             raise FloatingPointError(f"step {step}: the gradient is not finite")
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * (1 - step / args.steps)            # falls linearly to 0
+        optimizer.param_groups[0]["lr"] = args.lr * (1 - step / args.steps)    # falls linearly to 0
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -176,20 +160,16 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
         d = lesson1.gap(logp_old[mask], logp_sampler[mask])
         report(args.out, {
             "step": step, "age": step - synced, "reward": R.mean().item(),
-            "length": lengths.double().mean().item(), "cut_off": 1 - ended.double().mean().item(),
+            "length": lengths.double().mean().item(), "cut_off": (~ended).double().mean().item(),
             "discrepancy": d["mean |d|"], "k3": d["k3"], "lag": lag[mask].abs().mean().item(),
-            "ess": ess, "ess_tokens": ess_tokens, "mean_ratio": mean_ratio,
-            "dropped_tokens": dropped_tokens, "dropped_seconds": dropped_seconds,
-            "weight": w[mask].mean().item(), "loss": gather(torch.tensor([loss]))[0].sum().item(),
-            "grad_norm": grad_norm, "tokens": N, "not_finite": int(lengths.sum()) - N,
-            "seconds": time.perf_counter() - start})
+            **judged, **dropped, "weight": w[mask].mean().item(), "grad_norm": grad_norm,
+            "loss": gather(torch.tensor([loss]))[0].sum().item(), "tokens": N,
+            "not_finite": int(lengths.sum()) - N, "seconds": time.perf_counter() - start})
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == args.steps:
-            save(args.out / "state.pt", {
-                "step": step + 1, "synced": synced, "old": old.state_dict(),
-                "trainer": get_model_state_dict(trainer, options=WHOLE),
-                "optimizer": get_optimizer_state_dict(trainer, optimizer, options=WHOLE),
-                "scaler": scaler.state_dict()})
-    old.load_state_dict(get_model_state_dict(trainer, options=WHOLE))
+            weights, moments = shards.get_state_dict(trainer, optimizer, options=WHOLE)
+            save(args.out, {"step": step + 1, "synced": synced, "old": old.state_dict(), "trainer":
+                            weights, "optimizer": moments, "scaler": scaler.state_dict()})
+    old.load_state_dict(shards.get_model_state_dict(trainer, options=WHOLE))
     return old
 
 
@@ -198,89 +178,77 @@ def gather(*tensors):
     """The rows (B, ...) of all processes, in order. A process alone has them all."""
     if WORLD == 1:
         return tensors
-    parts = [None] * WORLD
-    distributed.all_gather_object(parts, [x.cpu() for x in tensors])
-    return [torch.cat(rows).to(lesson1.DEVICE) for rows in zip(*parts)]
+    everyones = [None] * WORLD
+    torch.distributed.all_gather_object(everyones, [x.cpu() for x in tensors])
+    return [torch.cat(rows).to(lesson1.DEVICE) for rows in zip(*everyones)]
 
 
 def widen(rollout):
-    """The rollout, padded to the longest response of all processes: they need as many micro-batches."""
-    missing = int(gather(torch.tensor([rollout.ids.shape[1]]))[0].max()) - rollout.ids.shape[1]
+    """Pads the rollout to the longest response of all processes: all need as many micro-batches."""
+    T, wide = rollout.ids.shape[1], {}
+    missing = int(gather(torch.tensor([T]))[0].max()) - T
     for name in ("ids", "mask", "logp_sampler", "head_ids", "head_logp", "routes"):
-        x = getattr(rollout, name)                       # (B, T, ...), routes (B, P + T, ...)
+        x = getattr(rollout, name)       # (B, T, ...); routes (B, P + T, ...), or None
         if x is not None:
-            setattr(rollout, name, torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)))
-    return rollout
-
-
-def shard(model) -> None:
-    """FSDP2: each process keeps a part of every layer's weights, gradients and optimizer state."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    for layer in lists[0] if lists else []:              # the outermost list: the layers
-        fully_shard(layer)
-    fully_shard(model)
+            wide[name] = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+    return lesson1.replace(rollout, **wide)
 
 
 # ---------------------------------------------------------------- what a run leaves behind
 def report(out: Path, row: dict) -> None:
     """A line on the screen, and a whole line at the end of metrics.csv."""
-    if RANK > 0:
-        return
-    notes = {"batch dropped, resynced": row["dropped_tokens"] > 0,
-             "no gradient: each group's rewards are equal": row["grad_norm"] == 0,
-             "many responses are cut off: raise --max-tokens": row["cut_off"] > 0.5,
-             "{not_finite} tokens without a finite log-prob": row["not_finite"] > 0}
-    line = ("step {step:3d}  reward {reward:.3f}  |d| {discrepancy:.1e}  k3 {k3:.1e}  |lag| {lag:.1e}  "
-            "age {age:2d}  ESS {ess:.2f}  grad {grad_norm:.1e}  {seconds:.1f} s")
-    line += "".join(f"  ({note})" for note, holds in notes.items() if holds)
-    print(line.format(**row), flush=True)
-    path = out / "metrics.csv"
-    header = "" if path.exists() else ",".join(row) + "\n"
-    with path.open("a") as file:
-        file.write(header + ",".join(map(str, row.values())) + "\n")
-
-
-def save(path: Path, state: dict) -> None:
-    """The state appears whole: a kill leaves the one before."""
     if RANK == 0:
-        torch.save(state, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        line = ("step {step:3d}  reward {reward:.3f}  cut off {cut_off:.2f}  |d| {discrepancy:.1e}"
+                "  k3 {k3:.1e}  |lag| {lag:.1e}  age {age:2d}  ESS {ess:.2f}  grad {grad_norm:.1e}"
+                "  dropped {dropped_tokens}  not finite {not_finite}  {seconds:.1f} s")
+        print(line.format(**row), flush=True)
+        with (out / "metrics.csv").open("a") as file:
+            header = "" if file.tell() else ",".join(row) + "\n"
+            file.write(header + ",".join(map(str, row.values())) + "\n")
 
 
-def rewind(out: Path) -> dict | None:
-    """A stopped run's state. The steps after it happen again: their rows go."""
-    if not (out / "state.pt").exists():
-        (out / "metrics.csv").unlink(missing_ok=True)
-        return None
-    state = torch.load(out / "state.pt", map_location="cpu")
-    with (out / "metrics.csv").open("r+b") as file:
-        for _ in range(1 + state["step"]):
-            file.readline()
-        file.truncate()
-    return state
+def save(out: Path, state: dict) -> None:
+    """Replaces state.pt as a whole. It has the rows so far: those after it happen again."""
+    if RANK == 0:
+        state["metrics"] = (out / "metrics.csv").read_text()
+        torch.save(state, out / "state.tmp")
+        os.replace(out / "state.tmp", out / "state.pt")
+
+
+def conclude(args, after: dict, policy, tokenizer) -> None:
+    """The policy, the picture, the summary. A run without summary.json can be resumed."""
+    rows = np.atleast_1d(np.genfromtxt(args.out / "metrics.csv", delimiter=",", names=True))
+    for part in (policy, tokenizer):
+        part.save_pretrained(args.out / f"checkpoint-{args.steps}")
+    import_module("figures.draw").draw_run(rows, args.out / "train.png")
+    summary = {"held_out_prompts": 8 * args.prompts, "before": args.before, "after": after,
+               "syncs": int((rows["age"] == 0).sum()), "seconds": rows["seconds"].sum(),
+               "dropped_tokens": int(rows["dropped_tokens"].sum())}
+    (args.out / "summary.tmp").write_text(json.dumps(summary, indent=1) + "\n")
+    os.replace(args.out / "summary.tmp", args.out / "summary.json")
+    (args.out / "state.pt").unlink()     # as large as four policies
+    lesson1.table(f"{args.out}: held-out accuracy, {8 * args.prompts} prompts", [
+        {"policy": "before", **args.before}, {"policy": "after", **after}])
 
 
 # ---------------------------------------------------------------- the command line
 def parse(argv):
-    """The parser, and its flags; None is what depends on the model."""
-    def by_model(name: str) -> str:
-        return ", ".join(f"{model} {row[name]}" for model, row in DEFAULTS.items())
+    """The parser and the flags. Exits with code 2 where they make no run."""
     parser = argparse.ArgumentParser(prog="train.py", description=__doc__.split("\n")[0])
-    add = parser.add_argument
+    add, dtypes = parser.add_argument, ["bfloat16", "float16", "float32"]
     add("--model", help="a directory or a hub name (a tiny policy; on a GPU Qwen3-0.6B)")
-    add("--steps", type=int, help="optimizer steps (80; --quick 4)")
-    add("--prompts", type=int, help=f"prompts per step ({by_model('prompts')}; --quick 8)")
+    add("--steps", type=int, help="optimizer steps (tiny 80, cpu 20, gpu 80; --quick 4)")
+    add("--prompts", type=int, help="prompts per step (tiny 32, cpu 8, gpu 16; --quick 8)")
     add("--group-size", type=int, default=8, help="responses per prompt (8)")
-    add("--max-tokens", type=int, help=f"longest response ({by_model('max_tokens')})")
-    add("--lr", type=float, help=f"AdamW's, falling linearly to 0 ({by_model('lr')})")
-    add("--advantage", choices=["std", "mean", "raw"], default="std", help="see lesson 2")
-    add("--staleness", type=int, default=0, help="how old, in steps, the sampler may get (0)")
-    add("--correction", choices=[*CORRECTIONS], default="none", help="see lesson 2; dlc: lesson 4")
+    add("--max-tokens", type=int, help="longest response (tiny 9, cpu 64, gpu 256)")
+    add("--lr", type=float, help="AdamW's, falling linearly to 0 (tiny 1.5e-3, cpu 3e-6, gpu 1e-6)")
+    add("--advantage", choices=["std", "mean", "raw"], default="std", help="see lesson 2 (std)")
+    add("--staleness", type=int, default=0, help="steps that the sampler may be behind (0)")
+    add("--correction", choices=[*CORRECTIONS], default="none", help="see lessons 2 and 4 (none)")
     add("--resync-ess", type=float, help="drop a batch below this ESS, and sync (0; dlc 0.5)")
-    add("--head", type=int, help=f"tokens recorded per position, for dlc ({by_model('head')})")
-    add("--engine-dtype", choices=DTYPES, help=f"vLLM's ({by_model('engine_dtype')})")
-    add("--trainer-dtype", choices=DTYPES, help="of the trainer's forward pass, by autocast over "
-        f"float32 weights ({by_model('trainer_dtype')})")
+    add("--head", type=int, help="tokens recorded per position for dlc (tiny 17, cpu 64, gpu 128)")
+    add("--engine-dtype", choices=dtypes, help="vLLM's (bfloat16; cpu float32)")
+    add("--trainer-dtype", choices=dtypes, help="autocast's (float32; gpu bfloat16)")
     add("--lm-head-fp32", action="store_true", help="the output layer in float32 on both sides")
     add("--replay", choices=["none", "r2", "r3"], default="none", help="of routers, see lesson 5")
     add("--seed", type=lesson1.seed, default=0, help="of prompts and sampling (0)")
@@ -289,102 +257,84 @@ def parse(argv):
     add("--resume", type=Path, metavar="RUN", help="go on with the run in that folder")
     args = parser.parse_args(argv)
     if args.resume and args != parser.parse_args(["--resume", str(args.resume)]):
-        parser.error("--resume takes its settings from the run: no other flag goes with it")
+        parser.error("--resume takes its flags from the run: no other one goes with it")
     return parser, args
 
 
-def settle(args):
-    """The flags of the whole run. Raises ValueError or OSError where they make no run."""
+def prepare(args):
+    """The trainer, the tokenizer, the state of a run that is resumed. Completes the flags; raises
+    ValueError or OSError, before vLLM is started, where they make no run."""
     if args.resume:
-        if (args.resume / "summary.json").exists():
-            raise ValueError(f"--resume {args.resume}: this run has ended")
         flags = json.loads((args.resume / "run.json").read_text())
-        return argparse.Namespace(**{**flags, "out": args.resume, "resume": args.resume})
-    for name in ("steps", "prompts", "group_size", "max_tokens", "lr", "head"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+        vars(args).update(flags, out=args.resume, resume=args.resume)
+    sizes = args.steps, args.prompts, args.max_tokens, args.lr, args.head
+    if not all(size is None or 0 < size < np.inf for size in sizes):
+        raise ValueError("--steps, --prompts, --max-tokens, --lr and --head must be above 0")
     if args.resync_ess is None:
         args.resync_ess = 0.5 if args.correction == "dlc" else 0.0
     if args.group_size < 2 or args.staleness < 0 or not 0 <= args.resync_ess <= 1:
-        raise ValueError("--group-size is at least 2, --staleness at least 0, --resync-ess in [0, 1]")
+        raise ValueError("--group-size is 2 or more, --staleness 0 or more, --resync-ess 0 to 1")
     if args.head and args.correction != "dlc":
         raise ValueError("--head is recorded for --correction dlc only")
-    if args.quick:
-        args.steps, args.prompts = args.steps or 4, args.prompts or 8
-    replay = "" if args.replay == "none" else f"-{args.replay}"
-    name = f"{args.correction}-s{args.staleness}{replay}-seed{args.seed}" + "-quick" * args.quick
-    args.steps, args.out = args.steps or 80, args.out or lesson1.ROOT / "runs" / name
-    if (args.out / "metrics.csv").exists():
-        raise ValueError(f"--out {args.out} holds a run: --resume or delete it, or choose another")
-    return args
-
-
-def load(args):
-    """The trainer and the tokenizer; settles what depends on them. Raises like `settle`."""
+    name = f"{args.correction}-s{args.staleness}-seed{args.seed}" + "-quick" * args.quick
+    args.out = args.out or lesson1.ROOT / "runs" / name
     args.out.mkdir(parents=True, exist_ok=True)
-    if RANK > 0:
-        distributed.barrier()            # the first process builds the tiny policy
-    args.model = lesson1.find_model(args.model)
-    if WORLD > 1 and RANK == 0:
-        distributed.barrier()
-    if Path(args.model).exists():
-        args.model = str(Path(args.model).resolve())
+    if (args.out / ("summary.json" if args.resume else "run.json")).exists():
+        raise ValueError(f"{args.out} holds a run {'that has ended' if args.resume else 'already'}")
+    path = [lesson1.find_model(args.model) if RANK == 0 else None]     # builds the tiny policy
+    if WORLD > 1:
+        torch.distributed.broadcast_object_list(path)
+    args.model = str(Path(path[0]).resolve() if Path(path[0]).exists() else path[0])
     trainer = lesson1.load_model(args.model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    for name, value in DEFAULTS[lesson1.scale(tokenizer)].items():
-        if getattr(args, name) is None:
+    tokenizer = lesson1.transformers.AutoTokenizer.from_pretrained(args.model)
+    defaults = dict(zip(BY_MODEL, DEFAULTS[lesson1.scale(tokenizer)]))
+    defaults.update({"steps": 4, "prompts": 8} if args.quick else {})
+    for name, value in defaults.items():
+        if getattr(args, name) is None and (name != "head" or args.correction == "dlc"):
             setattr(args, name, value)
-    args.head = args.head if args.correction == "dlc" else 0
-    if args.head > lesson1.vocabulary(trainer):
-        raise ValueError(f"--head {args.head} is more than the vocabulary")
-    if args.prompts % WORLD:
-        raise ValueError(f"--prompts {args.prompts} cannot be split among {WORLD} processes")
+    if (args.head or 0) > lesson1.vocabulary(trainer) or args.prompts % WORLD:
+        raise ValueError(f"--head exceeds the vocabulary, or --prompts is no multiple of {WORLD}")
     if args.replay != "none":
-        lesson5.router_rule(trainer)
-    for part in (trainer, tokenizer):    # what cannot be saved is refused now, not at the end
-        part.save_pretrained(args.out / "checkpoint.tmp")
-    shutil.rmtree(args.out / "checkpoint.tmp")
+        lesson5.normalizes(trainer)      # no routers, or none that can be replayed
+    if args.engine_dtype == "bfloat16" != args.trainer_dtype and all(
+            torch.equal(x, x.bfloat16().float()) for x in trainer.parameters()):
+        print("The bfloat16 engine sees a change of a weight w once it exceeds about |w| / 256, "
+              f"the {args.trainer_dtype} trainer at once: training will drive them apart.")
     if args.lm_head_fp32:
         lesson1.lm_head_in_float32(trainer)
-    spacing = {"bfloat16": 256, "float16": 2048}.get(args.engine_dtype)
-    if spacing and args.trainer_dtype != args.engine_dtype and all(
-            torch.equal(x, x.bfloat16().float()) for x in trainer.parameters()):
-        print(f"The {args.engine_dtype} engine sees an update of a weight w only once it exceeds about "
-              f"|w| / {spacing}, this {args.trainer_dtype} trainer at once: they will drift apart.")
-    return trainer, tokenizer
+    state = args.out / "state.pt"
+    saved = torch.load(state, map_location="cpu") if args.resume and state.exists() else None
+    if RANK == 0:
+        for part in (trainer, tokenizer):                # what cannot be saved fails here
+            part.save_pretrained(args.out / "checkpoint-0")
+        (args.out / "metrics.csv").write_text(saved["metrics"] if saved else "")
+    return trainer, tokenizer, saved
 
 
 def main(argv=None, sampler=None) -> None:
     """`sampler`: a running Sampler of the same model, so that tests can share one engine."""
     parser, args = parse(argv)
-    if WORLD > 1 and not distributed.is_initialized():   # before vLLM makes a world of its own
-        distributed.init_process_group("nccl" if lesson1.DEVICE.type == "cuda" else "gloo")
+    if WORLD > 1 and not torch.distributed.is_initialized():   # before vLLM makes its own world
+        torch.distributed.init_process_group("nccl" if lesson1.DEVICE.type == "cuda" else "gloo")
     try:
-        args = settle(args)
-        trainer, tokenizer = load(args)
-        saved = rewind(args.out) if args.resume else None
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    try:
+        trainer, tokenizer, saved = prepare(args)
         mixture = lesson5.is_mixture(trainer.config)
-        make = lesson5.RoutedSampler if mixture else lesson1.Sampler
-        sampler = sampler or make(args.model, args.engine_dtype, lm_head_fp32=args.lm_head_fp32,
-                                  kv_cache_gib=2)
+        sampler = sampler or (lesson5.RoutedSampler if mixture else lesson1.Sampler)(
+            args.model, args.engine_dtype, lm_head_fp32=args.lm_head_fp32, kv_cache_gib=2)
         held_out = lesson1.SUM, tokenizer, 8 * args.prompts, args.max_tokens
-        if not args.resume:
+        if RANK == 0 and not args.resume:
             args.before = lesson3.held_out(trainer, sampler, *held_out)
-            if RANK == 0:
-                (args.out / "run.json").write_text(json.dumps(vars(args), indent=1, default=str))
+            (args.out / "run.json").write_text(json.dumps(vars(args), default=str, indent=1))
         policy = train(args, trainer, tokenizer, sampler, saved)
-        after = lesson3.held_out(policy, sampler, *held_out)
-    except (Exception, KeyboardInterrupt) as error:
-        stopped = isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
-        known = OSError, ValueError, FloatingPointError, lesson1.SyncError
-        if not stopped and not isinstance(error, known):
-            raise
-        print(f"train.py: {'interrupted' if stopped else f'error: {error}'}; what is done is in "
-              f"{args.out}: --resume goes on", file=sys.stderr)
-        sys.exit(130 if stopped else 1)
-    if RANK > 0:
-        return
+        if RANK == 0:
+            conclude(args, lesson3.held_out(policy, sampler, *held_out), policy, tokenizer)
+    except BaseException as error:
+        if KeyboardInterrupt in (type(error), type(error.__context__)):    # vLLM may raise over it
+            parser.exit(130, f"interrupted: go on with --resume {args.out}\n")
+        if isinstance(error, (OSError, ValueError, FloatingPointError, lesson1.SyncError)):
+            parser.exit(2, f"train.py: error: {error}\n")
+        raise
+
+
+if __name__ == "__main__":
+    main()

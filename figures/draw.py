@@ -4,6 +4,8 @@
 
 A lesson calls `draw` on the JSON that it has just written."""
 import json
+import re
+from importlib import import_module
 from pathlib import Path
 
 import matplotlib
@@ -25,19 +27,51 @@ STYLE = {
     "dlc, no resync": {"color": SKY, "linestyle": "-."},
     "centering": {"color": GREEN, "linestyle": (0, (5, 1))},
     "lag clip": {"color": PURPLE, "linestyle": (0, (3, 1, 1, 1))},
+    "token-is": {"color": ORANGE, "linestyle": "-."},
+    "geo": {"color": GREY, "linestyle": "--"},
+    "minirl": {"color": PURPLE, "linestyle": "-."},
+    "seq-tis": {"color": BLUE, "linestyle": "--"},
+    "seq-is": {"color": GREEN, "linestyle": "-"},
     "discrepancy": {"color": GREEN, "linestyle": "-"},
     "lag": {"color": PURPLE, "linestyle": "--"},
 }
 PICTURES = {}       # the JSON's name -> function of what it holds that makes the figure
+SOURCES = {}        # a picture's name -> the name of its JSON
 TABLES = {}         # a table's name -> function that makes its Markdown, in the order of RESULTS.md
 
 
-def picture(name: str):
-    """Registers the function that draws figures/<name>.png from the numbers in figures/<name>.json."""
+def picture(name: str, source: str | None = None):
+    """Registers the function that draws figures/<name>.png from figures/<name>.json, or from that of
+    another `source`."""
     def register(function):
         PICTURES[name] = function
+        SOURCES[name] = source or name
         return function
     return register
+
+
+def table(name: str):
+    """Registers the function that makes a table from figures/*.json."""
+    def register(function):
+        TABLES[name] = function
+        return function
+    return register
+
+
+def markdown(head: list, rows: list[list]) -> str:
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def power(x: float) -> str:
+    """1.2e-3, and 0 for 0."""
+    return "0" if x == 0 else re.sub(r"e([+-])0", r"e\1", f"{x:.1e}").replace("e+", "e")
+
+
+def number(x) -> str:
+    """Two decimals for a measured number; a dash where noise left none."""
+    if x is None or x != x:
+        return "-"
+    return f"{x:.2f}" if isinstance(x, float) else str(x)
 
 
 def load(name: str):
@@ -45,12 +79,13 @@ def load(name: str):
     return json.loads((FIGURES / f"{name}.json").read_text())
 
 
-def draw(path) -> None:
-    """Draws the picture of a lesson's JSON beside it."""
+def draw(path, name: str | None = None) -> None:
+    """Draws the picture of a JSON beside it: its own, or that of this name."""
     path = Path(path)
-    figure = PICTURES[path.stem](json.loads(path.read_text()))
+    name = name or path.stem
+    figure = PICTURES[name](json.loads(path.read_text()))
     figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=110)
+    figure.savefig(path.with_name(f"{name}.png"), dpi=110)
     plt.close(figure)
 
 
@@ -94,15 +129,496 @@ def draw_01(result: dict):
     return figure
 
 
+@table("mismatch")
+def mismatch_table(kinds=("control", "natural", "batch shape", "precision", "bug")) -> str:
+    """Lesson 1: d = log pi - log mu of the sampled tokens, in nats."""
+    return markdown(
+        ["", "arm", "mean abs d", "± seeds", "rms", "k3", "mean d", "± s.e.", "E[exp d]"],
+        [[row["kind"], row["arm"], *(power(row[key]) for key in (
+            "mean |d|", "± seeds", "rms", "k3", "mean d", "s.e. of mean d")), f"{row['E[exp d]']:.4f}"]
+         for row in load("01_mismatch")["arms"] if row["kind"] in kinds])
+
+
+@table("mismatch-short")
+def mismatch_short() -> str:
+    rows = [row for row in load("01_mismatch")["arms"] if row["kind"] in ("control", "natural", "bug")]
+    return markdown(["arm", "mean abs d", "k3", "mean d ± s.e."], [
+        [("bug: " if row["kind"] == "bug" else "") + row["arm"], power(row["mean |d|"]), power(row["k3"]),
+         f"{power(row['mean d'])} ± {power(row['s.e. of mean d'])}"] for row in rows])
+
+
+@table("errors")
+def errors_table() -> str:
+    """Lesson 1: the gap as two rounding errors, each against float64; predicted: independent."""
+    rows = load("01_mismatch")["two errors"]
+    return markdown(list(rows[0]), [
+        [power(v) if "rms" in k or "error" in k else number(v) for k, v in row.items()] for row in rows])
+
+
+@table("probability")
+def probability_table() -> str:
+    """Lesson 1: mean abs d against the probability of the token, predicted and measured."""
+    return markdown(["p", "tokens", "eps (1 - p)", "measured", "±"], [
+        [f"{row['p']:.4f}", row["tokens"], *(power(row[k]) for k in ("eps (1 - p)", "measured", "±"))]
+        for row in load("01_mismatch")["by probability"]])
+
+
+@table("say errors")
+def say_errors() -> str:
+    both, one, _ = load("01_mismatch")["two errors"]
+    return (f"predicted {power(one['predicted rms'])}, measured {power(one['measured rms'])} for a bf16 engine against an "
+            f"fp32 trainer. Two bf16 sides share errors (correlation {both['correlation']:+.2f}): "
+            f"{power(both['predicted rms'])} predicted, {power(both['measured rms'])} measured")
+
+
 # ---------------------------------------------------------------- lesson 2
+@picture("02_importance_sampling")
+def draw_02(result: dict):
+    rows, rollouts, lowest = result["moments"], result["rollouts"], 1e-4     # a bias of 0 is drawn there
+    longest = max(row["T"] for row in rows)
+    markers = {"none": "o", "token-is": "s", "minirl": "D", "geo": "*", "seq-tis": "v", "seq-is": "^"}
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.8))
+
+    def column(name: str, x: str) -> dict:
+        """{noise or length: the weight's row}."""
+        other, value = ("T", longest) if x == "noise" else ("noise", 0.4)
+        mine = [row for row in rows if row["weight"] == name and row[other] == value]
+        return {row[x]: row for row in sorted(mine, key=lambda row: row[x])}
+
+    def noise(row: dict) -> float:
+        """Standard deviation of the mean of n samples."""
+        return (row["variance"] / n)**0.5
+
+    unbiased = column("seq-is", "noise")[0.4]
+    n = round(unbiased["variance"] / unbiased["MSE"])
+    for axes, x in ((left, "noise"), (middle, "T")):
+        for name, marker in markers.items():
+            mine = column(name, x)
+            axes.plot(list(mine), [max(row["bias"], lowest) for row in mine.values()], marker=marker,
+                      markersize=6, label=f"{name}: bias", clip_on=False, zorder=3, **STYLE[name])
+        for name in ("token-is", "seq-is"):
+            mine = column(name, x)
+            axes.plot(list(mine), [noise(row) for row in mine.values()], linewidth=5, alpha=0.4,
+                      label=f"{name}: noise, n = {n}", **STYLE[name])
+        axes.set(ylabel="size relative to the true gradient", yscale="log", ylim=(lowest, 300))
+        axes.text(0.98, 0.02, "no bias: drawn at the bottom", transform=axes.transAxes, ha="right")
+    without, token, capped = (column(name, "noise") for name in ("none", "token-is", "seq-tis"))
+    left_over = min(token[size]["bias"] / without[size]["bias"] for size in without)
+    bites = min((size for size in capped if capped[size]["bias"] > lowest), default="-")
+    left.set(xlabel=f"noise on the logits of mu and of pi (T = {longest})", xscale="log")
+    left.set_title(f"A token weight leaves {left_over:.0%} of the bias or more;\n"
+                   f"seq-tis leaves none until its cap bites, at {bites}", fontsize=11)
+    left.set_xticks(list(without), list(without))
+    left.minorticks_off()
+    left.legend(ncol=2, fontsize=8, loc="upper left")
+    exact, token = (column(name, "T")[longest] for name in ("seq-is", "token-is"))
+    middle.set(xlabel="length T of the responses, tokens (noise 0.4)")
+    middle.set_title("A token weight is exact at T = 1 only; seq-is at any T,\n"
+                     f"at {noise(exact) / noise(token):.1f} times token-is's sampling noise (T = {longest})", fontsize=11)
+    middle.set_xticks(list(column("none", "T")))
+
+    styles = (("o", 4, STYLE["discrepancy"]),
+              ("s", 9, {"color": BLACK, "linestyle": "--", "markerfacecolor": "none"}),
+              *((marker, 4, {**STYLE["lag"], "linestyle": line}) for marker, line in zip("^vD", ("-", "--", ":"))))
+    for row, (marker, size, style) in zip(rollouts, styles):
+        y = row["ESS by length"]
+        right.plot(range(1, len(y) + 1), y, marker=marker, markersize=size, label=row["rollouts"], **style)
+    right.axhline(0.5, color=GREY, linewidth=0.8)
+    natural, bug = rollouts[:2]
+    right.set(xlabel="length of the response, tokens", ylabel="ESS of the products of weights, a share",
+              ylim=(0, 1.55), yticks=(0, 0.5, 1))
+    blind = abs(bug["mean weight"] - 1) > 0.05 and bug["ESS of responses"] > 0.9
+    right.set_title(f"The ESS {'is blind to' if blind else 'sees'} the top-k bug: ESS {bug['ESS of responses']:.3f},\n"
+                    f"but a mean token weight of {bug['mean weight']:.2f} (natural gap: "
+                    f"{natural['ESS of responses']:.3f}, {natural['mean weight']:.2f})", fontsize=11)
+    right.legend(fontsize=8, loc="upper right")
+    return figure
+
+
+FORMULAS = {
+    "none": "1",
+    "token-is": "pi/mu at the token",
+    "tis": "min(pi/mu, 2)",
+    "icepop": "pi/mu inside [0.5, 5], else 0",
+    "kpop": "1 where both binary KLs are at most phi (10 % masked), else 0",
+    "seq-is": "prod_t pi/mu",
+    "seq-tis": "min(prod_t pi/mu, 2)",
+    "seq-mis": "prod_t pi/mu if at most 2, else 0",
+    "geo": "(prod_t pi/mu)^(1/T)",
+    "snis": "prod_t pi/mu over the batch's mean",
+    "ppo": "pi/pi_old, 0 where PPO clips",
+    "minirl": "min(pi/mu, 5), 0 where PPO would clip pi/pi_old",
+    "dsv32": "pi/mu, 0 where PPO clips it; 0 on a response with A < 0 and mean log mu/pi > 0.5"}
+
+
+@table("weights")
+def weights_table() -> str:
+    """Lesson 2's exact world at two noises."""
+    rows = load("02_importance_sampling")["moments"]
+    longest = max(row["T"] for row in rows)
+    at = {(row["weight"], row["noise"]): row for row in rows if row["T"] == longest}
+    cells = []
+    for name, formula in FORMULAS.items():
+        small, large = at[name, 0.1], at[name, 0.4]
+        cells.append([name, formula, *(f"{row['bias']:.2f} ± {row['± worlds']:.2f}" for row in (small, large)),
+                      f"{large['cosine']:.2f}", *(f"{row['variance']:.0f}" for row in (small, large)),
+                      f"{large['MSE']:.2f}"])
+    return markdown(["`--correction`", "weight", "bias, noise 0.1", "bias, noise 0.4", "cosine, noise 0.4",
+                     "variance, noise 0.1", "variance, noise 0.4", "MSE at n = 4096, noise 0.4"], cells)
+
+
 # ---------------------------------------------------------------- lesson 3
+@picture("03_decompose")
+def draw_03(result: dict):
+    rows, tiny = result["run"], "directions" in result
+    figure, panels = plt.subplots(1, 2 + tiny, figsize=(5 * (2 + tiny), 4.4))
+    left, middle = panels[:2]
+    steps = [row["step"] for row in rows]
+    stale, synced = ([row for row in rows if bool(row["rms l"]) == lag] for lag in (True, False))
+
+    bottom = min(row["rms d"] for row in rows) / 10
+    left.plot(steps, [row["rms l"] or np.nan for row in rows], marker=".", label="lag", **STYLE["lag"])
+    left.plot([row["step"] for row in synced], [bottom] * len(synced), "v", color=STYLE["lag"]["color"],
+              clip_on=False, label="lag exactly 0")
+    left.plot(steps, [row["rms d"] for row in rows], label="discrepancy", **STYLE["discrepancy"])
+    ratios = [row["rms l"] / row["rms d"] for row in rows if row["age"] == 1]
+    left.set(xlabel="step", ylabel="rms over the step's tokens (nats)", yscale="log",
+             ylim=(bottom, 30 * max(row["rms l"] + row["rms d"] for row in rows)),
+             title="One step after a sync the lag is\n" +
+             (f"{min(ratios):.2g} to {max(ratios):.2g} times the discrepancy" if any(ratios)
+              else "still 0: no update has moved the trainer"))
+    left.legend(loc="upper left")
+
+    low = {}
+    for key, marker, style in (("ESS of tokens", "s", {"color": ORANGE, "linestyle": "--"}),
+                               ("ESS of responses", "o", {"color": BLACK, "linestyle": "-"})):
+        middle.plot(steps, [row[key] for row in rows], marker=marker, markersize=4, label=key, **style)
+        low[key] = sum(row[key] < 0.5 for row in stale)
+    middle.axhline(0.5, color=GREY, linewidth=0.8)
+    for row in rows:
+        if row["age"] == 0:
+            middle.axvline(row["step"], color=GREY, linestyle=":", linewidth=0.8)
+    middle.set(xlabel="step (dotted: sync)", ylabel="ESS of the lag ratio, a share", ylim=(0, 1.3),
+               title=f"Of {len(stale)} steps with a lag the ESS is below one half\n"
+               f"in {low['ESS of responses']} for responses, in {low['ESS of tokens']} for tokens")
+    middle.legend(loc="upper left")
+
+    if tiny:
+        right, cosines = panels[2], {}
+        styles = {**STYLE, "control": {"color": GREY, "linestyle": ":"}}
+        for row, marker in zip(result["directions"], "oxs"):
+            kind = row["drift made by"].split(":")[0]
+            cosines[kind] = {int(k): np.nan if v is None else v for k, v in row.items() if k.isdigit()}
+            right.plot(cosines[kind].keys(), cosines[kind].values(), marker=marker,
+                       label=row["drift made by"], **styles[kind])
+        noise = np.nanmax(np.abs(list(cosines["control"].values())))
+        right.axhspan(-noise, noise, color="0.92", zorder=0, label="within what the control reaches")
+        engine, lag = (list(cosines[kind].values()) for kind in ("discrepancy", "lag"))
+        keeps = "keeps" if min(engine) > 0.9 else "does not keep"
+        loses = "loses it" if abs(lag[-1]) <= noise else "does not lose it"
+        right.set(xlabel="steps apart", ylabel="cosine of the drift with itself", ylim=(-1.1, 1.15),
+                  xscale="log", title=f"The engine's drift {keeps} its direction,\n"
+                  f"the lag's {loses} within {max(cosines['lag'])} steps")
+        right.set_xticks(list(cosines["discrepancy"]), list(cosines["discrepancy"]))
+        right.minorticks_off()
+        right.legend(fontsize=8, loc="lower left")
+    return figure
+
+
+@table("drift")
+def drift_table() -> str:
+    """Lesson 3's bias in the gradient: what was loaded into the engine, under both advantages."""
+    rows, ratios = load("03_decompose")["drift"], ("|D| / |S|", "cos(D, S)", "cos(G, S)")
+    head = ["loaded into the engine", "mean abs d", "k3"]
+    head += [f"{kind}: {key.replace('|', chr(92) + '|')}" for kind in ("raw", "mean") for key in ratios]
+    return markdown(head, [
+        [raw["loaded into the engine"], power(raw["mean |d|"]), power(raw["k3"]),
+         *(number(row[key]) for row in (raw, mean) for key in ratios)]
+        for raw, mean in zip(rows[::2], rows[1::2])])
+
+
+@table("feedback")
+def feedback_table() -> str:
+    """Lesson 3's feedback loop: growth of the lag under w = r over that under w = 1."""
+    ratios = import_module("study").feedback_ratios
+    rows = [ratios(rows) for rows in load("03_study").values()]
+    return markdown(list(rows[0]), [[f"{row['lr']:g}", *map(number, list(row.values())[1:])] for row in rows])
+
+
 # ---------------------------------------------------------------- lesson 4
+FRESH, STALE = "KL, fresh prefixes", "KL, sampler's prefixes"
+NAME = {"none": "no correction", "tis": "TIS", "dlc": "DLC"}     # of an arm, where it is not its own
+
+
+@picture("04_dlc")
+def draw_04(result: dict):
+    """One seed: each arm's distance from on-policy training, its reward, and its ESS."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.6))
+    arms = {row["arm"]: row for row in result["arms"]}
+    for run in result["runs"]:
+        arm, steps = run["arm"], run["steps"]
+        style, name = STYLE[arm], NAME.get(run["arm"], run["arm"])
+        # the first checkpoint is before any update: its KL is exactly 0
+        at = [(step["step"], step[FRESH]) for step in steps if step.get(FRESH)]
+        syncs = "sync" if arms[arm]["syncs"] == 1 else "syncs"
+        left.semilogy(*zip(*at), label=f"{name}: {arms[arm]['syncs']} {syncs}", **style)
+        middle.plot([step["reward"] for step in steps], label=f"{name}: {run['accuracy']:.2f}", **style)
+        right.plot([step["ESS of responses"] for step in steps], label=name, **style)
+        if arm == "dlc":
+            resynced = [step["step"] for step in steps if step["age"] == 0]
+            right.plot(resynced, [1.06] * len(resynced), "v", color=style["color"], label="a sync of DLC")
+    ratios = [(NAME[arm], arms[arm][f"{FRESH} / floor"]) for arm in ("none", "tis", "dlc")]
+    left.set(xlabel="step", ylabel="KL(on-policy || run) (nats per token)",
+             title="In floors, averaged: " + ", ".join(
+                 f"{name} {'-' if ratio is None else format(ratio, '.1f')}" for name, ratio in ratios)
+             + "\n(the floor: another on-policy run)")
+    middle.set(xlabel="step", ylabel="mean reward of the samples", ylim=(0, 1),
+               title="The reward is that of a stale sampler. Legend:\naccuracy of the trained policy, after a last sync")
+    right.axhline(0.5, color=GREY, linewidth=0.8)
+    right.set(xlabel="step", ylabel="ESS of the responses, a share", ylim=(0, 1.13),
+              title="DLC syncs where the ESS falls below one half.\nThe others train on what is left")
+    for panel, place in ((left, "lower right"), (middle, "lower right"), (right, "center right")):
+        panel.legend(loc=place, fontsize=8)
+    return figure
+
+
+def records_04() -> list[dict]:
+    """The runs of lesson 4's study."""
+    return [record for record in load("04_study").values() if isinstance(record, dict)]
+
+
+def span(values) -> str:
+    """5 to 11, or 2."""
+    low, high = min(values), max(values)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+@picture("04_study")
+def draw_04_study(result: dict):
+    """Every arm on two tasks, a mark per seed."""
+    study, figure = import_module("study"), plt.figure(figsize=(16, 5.2))
+    left, middle, right = (figure.add_subplot(1, 3, k) for k in (1, 2, 3))
+    records = [record for record in result.values() if isinstance(record, dict)]
+    for panel, setting, task in ((left, "sum", "Running sum"), (middle, "stop", "Early stop")):
+        rows = study.arm_rows(study.main_runs(records, setting))[::-1]
+        near = [row["arm"] for row in rows if max(row["KL / floor"]) <= 2 and row["arm"] != "on-policy"]
+        for y, row in enumerate(rows):
+            color = STYLE.get(row["arm"], {"color": GREY})["color"]
+            panel.plot(row["KL / floor"], [y] * len(row["KL / floor"]), "o", color=color, markeredgecolor="k",
+                       markeredgewidth=0.5, clip_on=False)
+        panel.axvspan(0.5, 2, color="0.9", zorder=0)
+        panel.axvline(1, color=GREY, linewidth=0.8)
+        panel.set_yticks(range(len(rows)), [f"{row['arm']} ({span(row['syncs'])})" for row in rows])
+        panel.set(xscale="log", xlim=(0.5, 100), xlabel="KL / floor, a mark per seed (grey: at most 2)",
+                  title=f"{task}, in brackets the syncs. In every seed\nwithin two floors: {', '.join(near[::-1]) or 'none'}")
+    stop = [r for r in study.main_runs(records, "stop") if r["arm"] in study.MAIN_04]
+    arms = list(dict.fromkeys(r["arm"] for r in stop))
+    for key, marker, color, shift, label in (
+            (FRESH, "o", BLACK, -0.2, "fresh prefixes, all tokens"),
+            (STALE, "s", ORANGE, 0, "the sampler's prefixes, all tokens"),
+            (STALE + ", late", "^", BLUE, 0.2, "the sampler's, from the fifth token on")):
+        for x, arm in enumerate(arms):
+            y = [study.mean_kl(r, key) / study.floor(stop, key) for r in stop if r["arm"] == arm]
+            right.semilogy([x + shift] * len(y), y, marker, color=color, markersize=5,
+                           label=label if x == 0 else None)
+    right.axhspan(0.3, 2, color="0.9", zorder=0)
+    right.set_xticks(range(len(arms)), arms, rotation=15)
+    right.set(ylabel="KL / floor of the same prefixes", ylim=(0.3, 20),
+              title="Early stop: the token mean on the sampler's\nprefixes misses what its late tokens show")
+    right.legend(fontsize=8, loc="upper right")
+    return figure
+
+
+@picture("first", source="04_study")
+def draw_first(result: dict):
+    """The README's first picture: a stale sampler, four ways to train with it, all seeds."""
+    figure, panel = plt.subplots(figsize=(8.5, 4.6))
+    records = import_module("study").main_runs([r for r in result.values() if isinstance(r, dict)], "sum")
+    names = {"none": "no correction", "tis": "TIS: clipped importance weights",
+             "dlc": "DLC: center, clip, resync", "on-policy": "on-policy, another seed"}
+    for arm, name in names.items():
+        mine = [r for r in records if r["arm"] == arm]
+        curves = np.array([r[FRESH] for r in mine])
+        steps, middle = mine[0]["checkpoints"][1:], np.median(curves, 0)[1:]
+        for curve in curves:
+            panel.semilogy(steps, curve[1:], linewidth=0.5, alpha=0.6, **STYLE[arm])
+        panel.semilogy(steps, middle, linewidth=2.2, **STYLE[arm])
+        accuracy = [r["accuracy"] for r in mine]
+        panel.annotate(f"{name}\n(accuracy {min(accuracy):.2f} to {max(accuracy):.2f})", (steps[-1], middle[-1]),
+                       xytext=(8, {"none": 10, "tis": -14, "dlc": 12, "on-policy": -14}[arm]), textcoords="offset points",
+                       color=STYLE[arm]["color"], va="center", fontsize=9)
+    panel.set(xlabel="training step; the sampler is synced at 0 and 64, in DLC also when its samples lose their worth",
+              ylabel="distance from on-policy training\nKL(on-policy || run), nats per token",
+              title="A sampler that is hardly ever synced leads training astray.\nImportance weights alone do not bring it back")
+    panel.set_xlim(0, 80)
+    panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def each(values, digits: int = 2) -> str:
+    """.96 .97 1.02, a number per seed."""
+    return " ".join("-" if v is None else f"{v:.{digits}f}".removeprefix("0") if isinstance(v, float) else str(v)
+                    for v in values)
+
+
+def arms_table(setting: str) -> str:
+    study = import_module("study")
+    head = ["arm", "accuracy at the end", "KL / floor, fresh prefixes", "second half of the run",
+            "KL / floor, the sampler's prefixes", "syncs", "dropped tokens", "seconds"]
+    return markdown(head, [
+        [row["arm"], each(row["accuracy"]), each(row["KL / floor"], 1), each(row["second half"], 1),
+         each(row["on the sampler's prefixes"], 1), each(row["syncs"]), f"{row['dropped tokens']:.0f}",
+         f"{row['seconds']:.0f}"] for row in study.arm_rows(study.main_runs(records_04(), setting))])
+
+
+@table("arms-sum")
+def arms_sum() -> str:
+    """Lesson 4: every arm on the running sum, sampler synced every 64 of 80 steps; a number per seed"""
+    return arms_table("sum")
+
+
+@table("arms-stop")
+def arms_stop() -> str:
+    """Lesson 4: every arm on the early-stop task, sampler never synced; a number per seed"""
+    return arms_table("stop")
+
+
+@table("arms-short")
+def arms_short() -> str:
+    study, rows = import_module("study"), []
+    tasks = [study.arm_rows(study.main_runs(records_04(), name)) for name in ("sum", "stop")]
+    for one, two in zip(*tasks):
+        if one["arm"] in [*study.MAIN_04, "lag clip + resync", "dlc, periodic"]:
+            rows.append([one["arm"], *(cell for row in (one, two) for cell in (
+                each(row["KL / floor"], 1), span(row["syncs"]), f"{row['dropped tokens']:.0f}"))])
+    return markdown(["arm", *(f"{task}: {what}" for task in ("running sum", "early stop")
+                              for what in ("KL / floor", "syncs", "dropped tokens"))], rows)
+
+
+@table("positions")
+def positions_table() -> str:
+    """Lesson 4, early stop: KL at the first four positions and at later ones, in nats; the first step above"""
+    study = import_module("study")
+    shown = [*study.MAIN_04, "ppo", "seq-mis", "centering"]
+    rows = [row for row in study.positions(study.main_runs(records_04(), "stop")) if row["arm"] in shown]
+    short = {FRESH: "fresh", STALE: "sampler's"}
+    head = [key.replace(kind, name) for key in list(rows[0])[1:] for kind, name in short.items() if key.startswith(kind)]
+    return markdown(["arm", *head], [[row["arm"], *(
+        f"{np.mean(values):.3f}" if key.endswith(("early", "late")) else each(values)
+        for key, values in list(row.items())[1:])] for row in rows])
+
+
+@table("free")
+def free_table() -> str:
+    """Lesson 4: the discrepancy alone, on the free tokens, sampler synced before every step; a noise per seed"""
+    study, rows = import_module("study"), []
+    for noise in (0.0, 0.05, 0.1):
+        for arm in ("none", "tis", "centering"):
+            row = [f"{noise:.0%}", arm]
+            for kind in ("raw", "mean"):
+                mine = [r for r in records_04() if r["setting"] == f"free, {kind}"]
+                base = np.mean([study.mean_kl(r) for r in mine if r["arm"] == "none" and not r["noise"]])
+                cell = [r for r in mine if r["arm"] == arm and r["noise"] == noise]
+                row += [each([study.mean_kl(r) / base for r in cell], 1), each([r["entropy"] for r in cell])]
+                row += [each([r["accuracy"] for r in cell])] if kind == "raw" else []
+            rows.append(row)
+    return markdown(["parameter noise in the engine", "arm", "raw rewards: KL / floor", "entropy at the end",
+                     "reward", "group means: KL / floor", "entropy"], rows)
+
+
+@table("alarms")
+def alarms_table() -> str:
+    """Lesson 4: which alarm rings before the harm, in stale runs that never resync? All arms pooled"""
+    return markdown(
+        ["alarm", "harmed runs: before the harm", "at the same step, later or never", "false alarms in quiet runs",
+         "median lead, steps"],
+        [[row["alarm"], row["before"], row["late"], f"{row['false']} of {row['quiet']}",
+          f"{np.median(row['leads']):.0f}" if row["leads"] else "-"] for row in import_module("study").alarms(records_04())])
+
+
+@table("tail")
+def tail_table() -> str:
+    """Lesson 4: error of the center's gradient, from the sampler's K most likely tokens"""
+    rows = load("04_study")["tail"]
+    return markdown(list(rows[0]), [[row["distributions"], row["K"], f"{row['mass of the head']:.4f}",
+                                     power(row["error, tail modeled"]), power(row["error, tail dropped"])] for row in rows])
+
+
 # ---------------------------------------------------------------- lesson 5
 # ---------------------------------------------------------------- train.py
+@picture("train")
+def draw_train(result: dict):
+    """The same training with a stale and with a fresh sampler, three seeds each."""
+    arms = {"stale, none": ("none", "no correction"), "stale, tis": ("tis", "token TIS"),
+            "stale, dlc": ("dlc", "DLC, which adds syncs")}
+    figure, panels = plt.subplots(1, len(arms), figsize=(14, 4), sharey=True)
+    for panel, (arm, (style, name)) in zip(panels, arms.items()):
+        for seed, line in zip(result["seeds"], ("-", "--", ":")):
+            panel.plot(result["on-policy"]["curves"][seed], color=GREY, linestyle=line)
+            panel.plot(result[arm]["curves"][seed], color=STYLE[style]["color"], linestyle=line,
+                       label=f"seed {seed}")
+        ends = ", ".join(f"{curve[-1]:.2f}" for curve in result[arm]["curves"])
+        panel.set(xlabel="step", ylim=(0, 1), title=f"Synced every 16 steps, {name}:\n"
+                  f"reward {ends} in the last step")
+        panel.legend(loc="lower right", title="grey: synced before every step")
+    panels[0].set_ylabel("mean reward of a step")
+    return figure
+
+
+def draw_run(column, path) -> None:
+    """One run of train.py: column[name] is what metrics.csv holds under that name."""
+    step, lowest = column["step"], 1e-5                # where an exact 0 is drawn
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.4))
+    left.plot(step, column["reward"], color=BLACK)
+    left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="Reward: "
+             f"{column['reward'][0]:.2f} in the first step, {column['reward'][-1]:.2f} in the last")
+
+    for name, label in (("discrepancy", "discrepancy, mean |d|"), ("lag", "lag, mean |l|")):
+        middle.semilogy(step, column[name].clip(lowest), label=label, marker=".", **STYLE[name])
+    zeros = int((column["lag"] == 0).sum())
+    middle.set(xlabel="step", ylabel="nats per token",
+               title="The engine's part and the stale weights' part\n"
+               f"(a lag of 0 in {zeros} of {len(step)} steps, drawn at {lowest:g})")
+    middle.legend()
+
+    right.plot(step, column["ess"], color=BLACK, label="ESS of responses")
+    right.plot(step, column["ess_tokens"], color=GREY, linestyle="--", label="ESS of tokens")
+    right.plot(step, column["mean_ratio"], color=ORANGE, linestyle=":",
+               label="mean lag ratio (predicted: 1)")
+    resynced = step[column["dropped_tokens"] > 0]
+    right.plot(resynced, np.full(len(resynced), 0.02), "^", color=RED,
+               label="batch dropped, sampler synced")
+    right.axhline(0.5, color=GREY, linewidth=0.6)
+    right.set(xlabel="step", ylabel="share of the batch; ratio", ylim=(0, 1.9),
+              title=f"What is left of the stale samples\n({len(resynced)} batches dropped)")
+    right.legend(loc="upper left", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 # ---------------------------------------------------------------- the tables
+def filled(text: str) -> str:
+    """The text with what stands between each <!-- name --> and <!-- end --> made anew."""
+    def make(match) -> str:
+        between = match[3] if match[1].startswith("say ") else "\n"
+        return f"<!-- {match[1]} -->{between}{TABLES[match[1]]()}{between}<!-- end -->"
+    return re.sub(r"<!-- ((?!end )[\w -]+) -->(.*?)()<!-- end -->", make, text, flags=re.DOTALL)
+
+
+def results() -> str:
+    """RESULTS.md: all tables but those that the README shows shortened."""
+    parts = [f"## {make.__doc__.strip()}\n\n{make()}" for make in TABLES.values() if make.__doc__]
+    return "\n\n".join(["# Results\n\nEvery table, made by `python figures/draw.py` from the JSON beside it.",
+                        *parts]) + "\n"
+
+
 def main() -> None:
     for name in PICTURES:
-        draw(FIGURES / f"{name}.json")
+        draw(FIGURES / f"{SOURCES[name]}.json", name)
+    (FIGURES / "RESULTS.md").write_text(results())
+    readme = FIGURES.parent / "README.md"
+    readme.write_text(filled(readme.read_text()))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,16 @@ LESSONS = {path.name[:2]: path for path in sorted(ROOT.glob("0*.py"))}
 
 # lesson -> function to write -> (about how many lines, the tests that grade it: none of them starts vLLM)
 WRITE = {
-    "01": {"reward": (6, ["test_reward"]), "token_logp": (3, ["test_token_logp"]), "gap": (9, ["test_gap"]), "pack": (20, ["test_pack", "test_a_completion_needs_one_logprob_a_token"]),
-           "response_logits": (6, ["test_padded_row_equals_its_row_alone", "test_first_response_token_is_scored_by_the_last_prompt_logit"])},
-    "02": {"advantages": (8, ["test_advantages"]), "policy_loss": (2, ["test_policy_loss"]), "token_tis": (1, ["test_weight[tis]"]), "sequence_tis": (1, ["test_weight[seq-tis]"]),
-           "ppo_keeps": (2, ["test_weight[ppo]", "test_weight[minirl]"]), "ess": (2, ["test_ess"])},
-    "03": {"split": (1, ["test_split"]), "cross": (1, ["test_cross_halves"]), "norm2": (1, ["test_cross_halves"]), "slope": (2, ["test_slope_and_its_error"]),
-           "feedback_ratios": (8, ["test_feedback_ratios"])},
+    "01": {"token_logp": (3, ["test_token_logp"]), "gap": (9, ["test_gap"]),
+           "response_logits": (6, ["test_padded_row_equals_its_row_alone", "test_first_response_token_is_scored_by_the_last_prompt_logit"]),
+           "two_errors": (6, ["test_two_errors_predict_the_rms_of_d"]), "lm_head_in_float32": (8, ["test_lm_head_in_float32"]),
+           "pack": (20, ["test_pack"])},
+    "02": {"tis": (1, ["test_weight[tis]"]), "seq_tis": (1, ["test_weight[seq-tis]"]),
+           "ppo_keeps": (2, ["test_weight[ppo]", "test_weight[minirl]"]), "policy_loss": (3, ["test_policy_loss"]),
+           "ess": (4, ["test_ess", "test_ess_refuses"]),
+           "advantages": (12, ["test_advantages", "test_rewards_that_are_no_numbers_are_refused"])},
+    "03": {"split": (1, ["test_split"]), "cross": (1, ["test_cross"]), "norm2": (1, ["test_norm2"]), "cosine": (3, ["test_cosine"]),
+           "slope": (2, ["test_slope"]), "drift": (3, ["test_drift"])},
     "04": {"centre": (7, ["test_centre", "test_untruncated_weight_needs_no_centre"]), "lag_ess": (1, ["test_lag_ess"]), "dlc_loss": (6, ["test_loss", "test_trigger"]),
            "ppo_rule": (2, ["test_ppo_rule_reads_the_sign_for_every_token"]), "threshold": (2, ["test_threshold_follows_the_floor_where_it_is_high"])},
     "05": {"gates": (2, ["test_gates"]), "replay": (15, ["test_replay", "test_router_gradient", "test_a_second_forward_pass_replays_the_same", "test_micro_batches_replay_their_own_rows"]), "flips": (3, ["test_flips"]),
@@ -34,22 +38,23 @@ WRITE = {
 BUGS = {
     "01": {
         "scored-one-token-late": ("logits_to_keep=T + 1).logits[:, :-1]", "logits_to_keep=T + 1).logits[:, 1:]"),
-        "log-softmax-in-bfloat16": ("logp = torch.log_softmax(logits / temperature, -1)", "logp = torch.log_softmax((logits / temperature).bfloat16(), -1).float()"),
-        "temperature-forgotten-by-the-trainer": ("torch.log_softmax(logits / temperature, -1)", "torch.log_softmax(logits, -1)"),
+        "log-softmax-in-bfloat16": ("torch.log_softmax(logits / temperature, -1).gather(-1, ids)", "torch.log_softmax((logits / temperature).bfloat16(), -1).float().gather(-1, ids)"),
+        "temperature-forgotten-by-the-trainer": ("torch.log_softmax(logits / temperature, -1).gather", "torch.log_softmax(logits, -1).gather"),
         "raw-logprobs-from-the-engine": ('logprobs_mode: str = "processed_logprobs"', 'logprobs_mode: str = "raw_logprobs"'),
-        "sampled-with-top-k": ('temperature: float = 1.0, top_k: int = -1, rows', 'temperature: float = 1.0, top_k: int = 3, rows'),
-        "sign-of-the-gap": ("d = (logp - logp_sampler).double()\n    return {", "d = (logp_sampler - logp).double()\n    return {"),
+        "sampled-with-top-k": ("head: int = 0, temperature: float = 1.0, top_k: int = -1,", "head: int = 0, temperature: float = 1.0, top_k: int = 3,"),
+        "sign-of-the-gap": ("d = (logp - logp_sampler).double()", "d = (logp_sampler - logp).double()"),
     },
     "02": {
-        "weight-upside-down": ('    """w_t = pi / mu at the token."""\n    return ratio(logp - logp_sampler)', '    """w_t = pi / mu at the token."""\n    return ratio(logp_sampler - logp)'),
-        "clip-for-the-wrong-sign": ("((A > 0) & (r > 1 + high)) | ((A < 0) & (r < 1 - low))", "((A < 0) & (r > 1 + high)) | ((A > 0) & (r < 1 - low))"),
-        "effective-samples-not-divided-by-n": (".exp().item() / len(x)", ".exp().item()"),
-        "sequence-weight-without-the-last-token": ("return torch.where(mask, x, 0.0).sum(1, keepdim=True)", "return torch.where(mask, x, 0.0)[:, :-1].sum(1, keepdim=True)"),
+        "weight-upside-down": ("self.token = ratio(logp - logp_sampler)", "self.token = ratio(logp_sampler - logp)"),
+        "clip-whatever-the-sign": ("~(((A > 0) & (r > 1 + high)) | ((A < 0) & (r < 1 - low)))", "~((r > 1 + high) | (r < 1 - low))"),
+        "effective-samples-not-divided-by-n": ("(len(w) * w.square().sum())", "w.square().sum()"),
+        "sequence-weight-without-the-last-token": ("return inside(mask, x).sum(1, keepdim=True)", "return inside(mask, x)[:, :-1].sum(1, keepdim=True)"),
+        "reward-without-a-baseline": ("self.A = self.R - self.mu @ self.R", "self.A = self.R"),
     },
     "03": {
-        "anchor-is-the-live-model": ("old, synced = copy.deepcopy(trainer), 0", "old, synced = trainer, 0"),
-        "anchor-never-refreshed": ("        old.load_state_dict(trainer.state_dict())                  # copies", "        # copies"),
-        "noise-drawn-anew-at-each-sync": ("seed + 1000 * calls * fresh", "seed + 1000 * calls"),
+        "old-is-the-live-model": ("old, synced = copy.deepcopy(trainer), 0", "old, synced = trainer, 0"),
+        "old-is-never-refreshed": ("                old.load_state_dict(trainer.state_dict())\n", ""),
+        "noise-drawn-anew-at-each-sync": ("itertools.count(seed, 1000 if fresh else 0)", "itertools.count(seed, 1000)"),
         "norm-of-one-estimate": ("return (a[0] @ a[1]).item()", "return ((a[0] + a[1]) / 2).square().sum().item()"),
     },
     "04": {
@@ -73,7 +78,10 @@ def emptied(source: str, names) -> str:
     for name in sorted(names, key=lambda name: -functions[name].lineno):
         body = functions[name].body
         first = body[1 if ast.get_docstring(functions[name]) else 0]
-        lines[first.lineno - 1:body[-1].end_lineno] = [f'    raise NotImplementedError("exercise: write {name}, about {names[name][0]} line{"s" * (names[name][0] > 1)}")']
+        header = []
+        if first.lineno == functions[name].lineno:                     # a function of one line
+            header = [lines[first.lineno - 1][:first.col_offset].rstrip()]
+        lines[first.lineno - 1:body[-1].end_lineno] = [*header, f'    raise NotImplementedError("exercise: write {name}, about {names[name][0]} line{"s" * (names[name][0] > 1)}")']
         # a comment that gives the formula away stands above the first line
         start = first.lineno - 2
         while lines[start].lstrip().startswith("#"):
@@ -99,8 +107,9 @@ def with_bug(lesson: str, name: str) -> str:
 def at_home(source: str) -> str:
     """A copy in exercises/ finds the other lessons, and the policies that are built already, one folder up."""
     source = source.replace("ROOT = Path(__file__).resolve().parent\n", "ROOT = Path(__file__).resolve().parent.parent\n")
-    lines = source.splitlines(keepends=True)
-    end = ast.parse(source).body[0].end_lineno                     # behind the docstring
+    lines, first = source.splitlines(keepends=True), ast.parse(source).body[:2]
+    future = isinstance(first[1], ast.ImportFrom) and first[1].module == "__future__"
+    end = first[future].end_lineno                     # behind the docstring and `from __future__`
     return "".join([*lines[:end], "import sys; from pathlib import Path; sys.path.insert(0, str(Path(__file__).resolve().parent.parent))\n", *lines[end:]])
 
 

@@ -14,9 +14,10 @@ WRONG = {
     "reward": tests["01"].WRONG_REWARD, "token_logp": tests["01"].WRONG_LOGP, "gap": tests["01"].WRONG_GAP, "response_logits": tests["01"].WRONG_SCORE,
     "pack": [tests["01"].with_slot_0, tests["01"].right_padded_prompts, tests["01"].mask_without_end],
     "advantages": tests["02"].WRONG_ADVANTAGES, "policy_loss": tests["02"].WRONG_LOSS, "ess": tests["02"].WRONG_ESS,
-    "token_tis": [w for name, *w in tests["02"].WRONG_WEIGHTS if name == "tis"], "sequence_tis": [w for name, *w in tests["02"].WRONG_WEIGHTS if name == "seq-tis"],
+    "tis": [w for name, *w in tests["02"].WRONG_WEIGHTS if name == "tis"], "seq_tis": [w for name, *w in tests["02"].WRONG_WEIGHTS if name == "seq-tis"],
     "ppo_keeps": [w for name, *w in tests["02"].WRONG_WEIGHTS if name in ("ppo", "minirl")],
-    "split": tests["03"].WRONG_SPLIT, "cross": tests["03"].WRONG_HALVES, "norm2": tests["03"].WRONG_HALVES, "slope": tests["03"].WRONG_SLOPE, "feedback_ratios": tests["03"].WRONG_RATIOS,
+    "split": tests["03"].WRONG_SPLIT, "cross": tests["03"].WRONG_CROSS, "norm2": tests["03"].WRONG_NORM2, "cosine": tests["03"].WRONG_COSINE,
+    "slope": tests["03"].WRONG_SLOPE, "drift": tests["03"].WRONG_DRIFT,
     "centre": tests["04"].WRONG_CENTRE, "lag_ess": tests["04"].WRONG_ESS, "dlc_loss": {**tests["04"].WRONG_LOSS, **tests["04"].WRONG_TRIGGER},
     "ppo_rule": tests["04"].WRONG_RULE, "threshold": tests["04"].WRONG_THRESHOLD,
     "gates": tests["05"].WRONG_GATES, "replay": tests["05"].WRONG_REPLAY, "flips": tests["05"].WRONG_FLIPS, "beyond": tests["05"].WRONG_BEYOND, "check_routes": tests["05"].WRONG_REFUSALS,
@@ -40,8 +41,8 @@ def test_emptied_functions_raise_and_the_rest_is_the_lesson(lesson):
     empty = exercises.emptied(source, exercises.WRITE[lesson])
     compile(exercises.at_home(empty), lesson, "exec")
     assert empty.count("raise NotImplementedError") == len(exercises.WRITE[lesson])
-    kept = [line for line in source.splitlines() if line.startswith(("def ", "class "))]
-    assert [line for line in empty.splitlines() if line.startswith(("def ", "class "))] == kept
+    heads = [[line.split("  ")[0] for line in text.splitlines() if line.startswith(("def ", "class "))] for text in (source, empty)]
+    assert heads[0] == heads[1]
 
 
 def grade(tmp_path, lesson, source):
@@ -55,10 +56,9 @@ def test_the_grader_tells_right_wrong_and_unwritten_apart(tmp_path):
     """Lesson 2's own source; with one function emptied, one wrong."""
     source = exercises.LESSONS["02"].read_text()
     assert set(grade(tmp_path, "02", source).values()) == {"right"}
-    changed = exercises.emptied(source, {"ess": (2, [])}).replace("return ratio(logp - logp_sampler).clamp(max=C)\n\n\n@correction(\"icepop\")",
-                                                                   "return ratio(logp - logp_old).clamp(max=C)\n\n\n@correction(\"icepop\")")
+    changed = exercises.emptied(source, {"ess": (2, []), "seq_tis": (1, [])}).replace("return x.token.clamp(max=C)  ", "return x.lag.clamp(max=C)  ")
     verdicts = grade(tmp_path, "02", changed)
-    assert verdicts.pop("ess") == "not written yet" and verdicts.pop("token_tis") == "wrong: test_weight[tis]" and set(verdicts.values()) == {"right"}
+    assert verdicts.pop("ess") == verdicts.pop("seq_tis") == "not written yet" and verdicts.pop("tis") == "wrong: test_weight[tis]" and set(verdicts.values()) == {"right"}
 
 
 def test_a_copy_that_cannot_be_graded_says_why(tmp_path):
@@ -78,14 +78,20 @@ def loaded(lesson, name):
     return module
 
 
+def check_baseline(world):
+    assert abs(world.mu @ world.A) < 1e-12, "the mean advantage under mu is 0"
+
+
 # what shows each bug; the others need an engine, and are shown by the numbers of the lesson's own run
 SHOWN = {
     "scored-one-token-late": lambda m: tests["01"].check_score(m.score), "log-softmax-in-bfloat16": lambda m: tests["01"].check_token_logp(m.token_logp),
     "temperature-forgotten-by-the-trainer": lambda m: tests["01"].check_token_logp(m.token_logp), "sign-of-the-gap": lambda m: tests["01"].check_gap(m.gap),
-    "weight-upside-down": lambda m: tests["02"].check_weight("token-is", m.token_is),
-    "clip-for-the-wrong-sign": lambda m: tests["02"].check_weight("ppo", m.ppo_clip),
-    "effective-samples-not-divided-by-n": lambda m: tests["02"].check_ess(m.ess), "sequence-weight-without-the-last-token": lambda m: tests["02"].check_weight("seq-is", m.sequence_is),
-    "norm-of-one-estimate": lambda m: tests["03"].check_cross_halves((m.cross, m.norm2)),
+    "weight-upside-down": lambda m: tests["02"].check_weight("token-is", m.CORRECTIONS["token-is"]),
+    "clip-whatever-the-sign": lambda m: tests["02"].check_weight("ppo", m.CORRECTIONS["ppo"]),
+    "effective-samples-not-divided-by-n": lambda m: tests["02"].check_ess(m.ess),
+    "sequence-weight-without-the-last-token": lambda m: tests["02"].check_weight("seq-is", m.CORRECTIONS["seq-is"]),
+    "reward-without-a-baseline": lambda m: check_baseline(m.World(0.4, 0.4, seed=1, V=3, T=4)),
+    "norm-of-one-estimate": lambda m: tests["03"].check_norm2(m.norm2), "noise-drawn-anew-at-each-sync": lambda m: tests["03"].check_noise(m.parameter_noise),
     "centre-under-the-trainer": lambda m: tests["04"].check_centre(m.centre), "clip-forgotten": lambda m: tests["04"].check_trigger_and_clip(m),
     "ess-after-clipping": lambda m: tests["04"].check_ess(m.lag_ess), "resynchronises-above-one-half": lambda m: tests["04"].check_trigger(m.dlc_loss),
     "routes-one-token-late": lambda m: tests["05"].check_replay(m.replay), "gates-not-normalised": lambda m: tests["05"].check_gates(m.gates),
