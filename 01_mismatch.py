@@ -691,7 +691,12 @@ class Sampler:
         """Puts `state` into the engine, unchecked, and forgets what the old weights computed."""
         if self.llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("a response must not span two versions of the weights")
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state.items())})
+        update = {"weights_iterator": list(state.items())}
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs=update)
+        except (ValueError, KeyError) as error:
+            raise SyncError("vLLM does not know a weight by the name that transformers gives it "
+                            f"({str(error).splitlines()[0]})") from error
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: old weights would answer new prompts")
         self.version += 1

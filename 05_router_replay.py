@@ -14,25 +14,21 @@ R3 replays the sampler's picks wherever the trainer computes a log-prob. R2 (Min
 2512.01374) replays the trainer's own picks at the sampler's weights: it leaves the engine's part
 alone, and keeps a response's experts fixed while the weights move on.
 
-A flip is a pick that two computations make differently, as a set of k experts. Routes are the picks
-of all L layers for all input tokens, (B, P + T, L, k). F(tau) is the share of tokens whose
-probability ratio, or its inverse, exceeds tau.
+A flip is a pick that two computations make differently, as a set of k experts. F(tau) is the share
+of tokens whose probability ratio, or its inverse, exceeds tau.
 
-  python 05_router_replay.py            a CPU: 3 minutes on a tiny Qwen3-MoE and lesson 1's policy,
-                                        built in a minute at first; a GPU too (not run yet)
+  python 05_router_replay.py            a CPU: 3 minutes with a tiny Qwen3-MoE and lesson 1's policy;
+                                        the same on a GPU (not run yet)
   python 05_router_replay.py --model M  another mixture with softmax gates (Qwen, Mixtral, OLMoE).
-                                        The jump needs 42 bytes per parameter: one GPU is too small
+                                        The jump takes 42 bytes per parameter: too much for one GPU
   python figures/study.py 05            training under no replay, R2 and R3: half an hour
 
 Expect half a percent of the picks to flip between a bf16 engine and an fp32 trainer. These few make
 more than half of k3. Replay removes their part and leaves the rest. Exercises: tests/EXERCISES.md.
 """
-import argparse
 import copy
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -66,7 +62,8 @@ def gates(router_logits: Tensor, picks: Tensor, normalized: bool) -> Tensor:
 
 # ---------------------------------------------------------------- the routers of a model
 # In transformers a router returns (logits (n, E), gates (n, k), picks (n, k)) for the n = B (P + T)
-# input tokens. A forward hook can put other gates and picks in their place.
+# input tokens. A forward hook can put other gates and picks in their place. Routes are the picks of
+# all L routers, (B, P + T, L, k).
 NORMALIZED = WeakKeyDictionary()        # model -> do its gates sum to 1?
 
 
@@ -79,7 +76,8 @@ def is_mixture(config) -> bool:
 def routers(model) -> list:
     """The model's routers, layer by layer. Raises ValueError where there are none."""
     layers = getattr(getattr(model, "model", None), "layers", [])
-    found = [layer.mlp.gate for layer in layers if hasattr(getattr(layer, "mlp", None), "gate")]
+    found = [getattr(getattr(layer, "mlp", None), "gate", None) for layer in layers]
+    found = [router for router in found if hasattr(router, "top_k")]
     if not found:
         raise ValueError(f"{type(model).__name__} has no router to replay: it is dense, or not "
                          "built like Qwen's mixtures of experts")
@@ -101,13 +99,6 @@ def hooked(model, hook):
             handle.remove()
 
 
-def reproduces(output, normalized: bool) -> bool:
-    """Does `gates`, given a router's own picks, return the router's own gates?"""
-    logits, own, picks = output
-    error = (gates(logits, picks, normalized).to(own.dtype) - own).abs().max().item()
-    return error <= max(1e-6, 2 * torch.finfo(own.dtype).eps)
-
-
 @torch.no_grad()
 def normalizes(model) -> bool:
     """Do a token's gates sum to 1 in this model? Found on 64 tokens, once per model. Raises
@@ -117,19 +108,22 @@ def normalizes(model) -> bool:
         outputs, V = [], lesson1.vocabulary(model)
         with hooked(model, lambda layer, output: outputs.append(output)):
             model(input_ids=torch.arange(64, device=lesson1.DEVICE)[None] % V, use_cache=False)
-        triples = all(isinstance(output, tuple) and len(output) == 3 for output in outputs)
-        forms = [x for x in (True, False) if triples and all(reproduces(o, x) for o in outputs)]
-        if not forms:
-            raise ValueError(f"{type(routers(model)[0]).__name__} cannot be replayed: its gates "
-                             "are not the softmax of its logits")
-        NORMALIZED[model] = forms[0]
+        for form in (True, False):
+            errors = [(gates(logits, picks, form).to(own.dtype) - own).abs().max().item()
+                      for logits, own, picks in outputs]
+            if max(errors) <= max(1e-6, 2 * torch.finfo(outputs[0][1].dtype).eps):
+                return NORMALIZED.setdefault(model, form)
+        raise ValueError(f"{type(routers(model)[0]).__name__} cannot be replayed: its gates are "
+                         "not the softmax of its logits")
     return NORMALIZED[model]
 
 
 # ---------------------------------------------------------------- replay
-def check_routes(model, routes: Tensor | None) -> None:
+def check_routes(model, routes: Tensor | None, real: Tensor | None = None) -> None:
     """Raises ValueError with one line if these routes cannot be the model's: none recorded, not
-    int64 (B, P + T, L, k), or not all of its experts. Padding may hold any expert, also k times."""
+    int64 (B, P + T, L, k), not all of its experts, or an expert twice where `real` (B, P + T) bool
+    says that the router has picked. Elsewhere any expert may stand, also k times."""
+    normalizes(model)
     found = routers(model)
     L, k, E = len(found), found[0].top_k, found[0].num_experts
     if routes is None:
@@ -137,11 +131,14 @@ def check_routes(model, routes: Tensor | None) -> None:
     if routes.dim() != 4 or routes.shape[2:] != (L, k) or routes.dtype != torch.int64:
         raise ValueError(f"routes are {routes.dtype} {tuple(routes.shape)}, but this model needs "
                          f"int64 (B, P + T, {L} layers, {k} experts per token)")
-    outside = ((routes < 0) | (routes >= E)).nonzero()
-    if len(outside):
-        row, token, layer, _ = outside[0].tolist()
-        raise ValueError(f"row {row}, input token {token}, layer {layer}: the picks are "
-                         f"{routes[row, token, layer].tolist()}, the model has {E} experts")
+    ordered = routes.sort(-1).values
+    wrong = (ordered[..., 0] < 0) | (ordered[..., -1] >= E)                     # (B, P + T, L)
+    if real is not None:
+        wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(-1) & real[..., None]
+    if wrong.any():
+        row, token, layer = wrong.nonzero()[0].tolist()
+        raise ValueError(f"row {row}, input token {token}, layer {layer}: the picks "
+                         f"{routes[row, token, layer].tolist()} are not {k} of {E} experts")
 
 
 def replay(model, routes: Tensor):
@@ -149,10 +146,8 @@ def replay(model, routes: Tensor):
     with gates from their own logits. A second forward pass picks the same: under activation
     checkpointing the backward pass must stand within it too. Raises ValueError for routes that are
     not the model's (see check_routes) or are for another number of input tokens."""
-    normalized = normalizes(model)
     check_routes(model, routes)
-    picks = routes.flatten(0, 1)                                                # (n, L, k)
-
+    picks, normalized = routes.flatten(0, 1), normalizes(model)                 # (n, L, k)
     def hook(layer: int, output):
         logits, own, _ = output
         if len(logits) != len(picks):
@@ -182,7 +177,9 @@ def routes_for(kind: str, old, rollout) -> Tensor | None:
         return None
     if kind == "r2":
         return own_routes(old, rollout)
-    check_routes(old, rollout.routes)
+    # padding never goes into the engine, and neither does a response's last token
+    real = torch.cat([rollout.prompt_mask, rollout.mask], 1)                    # (B, P + T)
+    check_routes(old, rollout.routes, real & torch.nn.functional.pad(real[:, 1:], (0, 1)))
     return rollout.routes
 
 
@@ -190,12 +187,11 @@ def logprobs(model, rollout, routes: Tensor | None = None, head: bool = False, g
     """Lesson 1's `logprobs`, with `routes` replayed if there are any."""
     if routes is None:
         return lesson1.logprobs(model, rollout, head, grad)
+    parts = lesson1.micro_batches(rollout, lesson1.vocabulary(model))
 
     def one_part(rows: slice):
         with replay(model, routes[rows]):
             return lesson1.logprobs(model, rollout[rows], head, grad)
-
-    parts = lesson1.micro_batches(rollout, lesson1.vocabulary(model))
     if grad and len(parts) > 1:              # the backward pass computes each anew, replayed again
         results = [checkpoint(one_part, rows, use_reentrant=False) for rows in parts]
     else:
@@ -213,7 +209,7 @@ class RoutedSampler(lesson1.Sampler):
     @staticmethod
     def pack(prompts: list[list[int]], completions: list, *described):
         """Lesson 1's `pack`, with routes. Raises ValueError unless a completion has one row of
-        experts, all different, for each token but the last, which never went into the model."""
+        experts for each token but the last, which never went into the model."""
         rollout = lesson1.pack(prompts, completions, *described)
         B, P, T = *rollout.prompt_ids.shape, rollout.ids.shape[1]
         routes = np.zeros((B, P + T, *completions[0].routed_experts.shape[1:]), np.int64)
@@ -221,13 +217,8 @@ class RoutedSampler(lesson1.Sampler):
             rows, n = completion.routed_experts, len(prompt) + len(completion.token_ids) - 1
             if len(rows) != n:
                 raise ValueError(f"response {i}: {n} input tokens, but routes for {len(rows)}")
-            twice = np.argwhere(np.diff(np.sort(rows), axis=-1) == 0)
-            if len(twice):
-                token, layer, _ = twice[0]
-                raise ValueError(f"response {i}, input token {token}, layer {layer}: an expert is "
-                                 f"picked twice in {rows[token, layer].tolist()}")
             routes[i, P - len(prompt):][:n] = rows
-        return replace(rollout, routes=torch.from_numpy(routes).to(lesson1.DEVICE))
+        return lesson1.replace(rollout, routes=torch.from_numpy(routes).to(lesson1.DEVICE))
 
     def load(self, state: dict) -> None:
         super().load(state)
@@ -262,22 +253,23 @@ def gap_row(seeds: list) -> dict:
     each = [{**lesson1.gap(*pair), "F(1.1)": beyond((pair[0] - pair[1]).double(), 1.1),
              "F(2)": beyond((pair[0] - pair[1]).double(), 2)} for pair in seeds]
     row = {"tokens": sum(len(logp) for logp, _ in seeds), "max": max(gap["max"] for gap in each)}
+    row["k3 by seed"] = [gap["k3"] for gap in each]
     for key in ("mean |d|", "rms", "k3", "F(1.1)", "F(2)"):
         values = [gap[key] for gap in each]
         row |= {key: float(np.mean(values)), f"{key} ±": float(np.std(values, ddof=1))}
-    return {**row, "k3 by seed": [gap["k3"] for gap in each]}
+    return row
 
 
 def flip_row(d: Tensor, flipped: Tensor) -> dict:
     """Where picks flip, and where the gap is. d (n,); flipped (n, L) as `flips` returns it."""
-    by_layer, touched, d2 = (flipped > 0).double().mean(0), (flipped > 0).any(1), d.double()**2
+    by_layer, touched = (flipped > 0).double().mean(0), (flipped > 0).any(1)
     return {"picks that flip": by_layer.mean().item(), "by layer": by_layer.tolist(),
             "experts per token": flipped.sum(1).double().mean().item(),
             "tokens with a flip": touched.double().mean().item(),
             # 1 - prod_l (1 - share of layer l)
             "if layers are independent": (1 - (1 - by_layer).prod()).item(),
-            "rms d: no flip": d2[~touched].mean().sqrt().item(),
-            "rms d: flip": d2[touched].mean().sqrt().item()}
+            "rms d: no flip": lesson3.rms(d[~touched].double()),
+            "rms d: flip": lesson3.rms(d[touched].double())}
 
 
 # ---------------------------------------------------------------- experiment 1: the gap
@@ -291,13 +283,11 @@ def one_policy(path, trainer, engine, tokenizer, seed: int, quick: bool) -> list
     measured = {}            # (situation, kind of replay) -> [(log pi, log mu, flips) of each seed]
 
     def add(situation: str, rollout, model, old, kinds=("none", "r3")) -> None:
-        """old: the trainer at the sampler's weights."""
         flipped = flips(own_routes(model, rollout), rollout.routes, rollout) if mixture else None
         for kind in kinds if mixture else ("none",):
             logp = logprobs(model, rollout, routes_for(kind, old, rollout))
             measured.setdefault((situation, kind), []).append(
                 (logp[rollout.mask], rollout.logp_sampler[rollout.mask], flipped))
-
     for repeat in tqdm(range(seeds), desc="the mixture" if mixture else "the dense policy"):
         engine.sync(trainer)
         rollout = engine.sample(prompts, max_tokens, seed=[seed, repeat])
@@ -309,7 +299,6 @@ def one_policy(path, trainer, engine, tokenizer, seed: int, quick: bool) -> list
         engine.sync(trainer, lesson3.parameter_noise(NOISE, seed + repeat)(trainer.state_dict()))
         rollout = engine.sample(prompts, max_tokens, seed=[seed, repeat])
         add(f"parameter noise {NOISE:.0%}", rollout, trainer, trainer)
-
     rows = []
     for (situation, kind), each in measured.items():
         logp, mu, flipped = zip(*each)
@@ -321,20 +310,6 @@ def one_policy(path, trainer, engine, tokenizer, seed: int, quick: bool) -> list
 
 
 # ---------------------------------------------------------------- experiment 2: the jump
-def halved(f, low: float, high: float) -> tuple[float, float]:
-    """Drops the half with the smaller change, 20 times: (change of f, width) of what is left. A
-    continuous change is halved as the width is. A jump stays as it is."""
-    at_low, at_high = f(low), f(high)
-    for _ in range(20):
-        middle = (low + high) / 2
-        at_middle = f(middle)
-        if abs(at_middle - at_low) >= abs(at_high - at_middle):
-            high, at_high = middle, at_middle
-        else:
-            low, at_low = middle, at_middle
-    return abs(at_high - at_low), float(high - low)
-
-
 @torch.no_grad()
 def jump(trainer, ahead, rollout, points: int = 41) -> dict:
     """log pi of single tokens on the straight line between two weight settings, live and with the
@@ -342,12 +317,10 @@ def jump(trainer, ahead, rollout, points: int = 41) -> dict:
     model = copy.deepcopy(trainer).double()
     model.set_experts_implementation("eager")                   # the default one has no float64
     start, end = copy.deepcopy(model.state_dict()), copy.deepcopy(ahead).double().state_dict()
-
     def at(u: float, rollout, routes: Tensor | None = None) -> Tensor:
         """log pi (B, T) at the weights (1 - u) start + u end."""
         model.load_state_dict({name: torch.lerp(x, end[name], u) for name, x in start.items()})
         return logprobs(model, rollout, routes)
-
     u, live, fixed, routes = np.linspace(0, 1, points), [], [], []
     for x in tqdm(u, desc="the jump"):
         live.append(at(x, rollout)[rollout.mask])
@@ -357,33 +330,37 @@ def jump(trainer, ahead, rollout, points: int = 41) -> dict:
     # a flip in a prefix moves later tokens as well: only a token's own picks are judged
     flipped = torch.stack([(flips(a, b, rollout) > 0).any(1) for a, b in zip(routes, routes[1:])])
     steps, steps_fixed = live.diff(dim=0).abs(), fixed.diff(dim=0).abs()
-    # the token with the largest step at a flip; that step, halved
+    # the largest step at a flip: halving its width halves a continuous change, but not a jump
     k, token = divmod(int(torch.where(flipped, steps, -1.0).argmax()), live.shape[1])
     row, t = rollout.mask.nonzero()[token].tolist()
-    change, width = halved(lambda x: at(x, rollout[row:row + 1])[0, t].item(), u[k], u[k + 1])
+    points = [(x, at(x, rollout[row:row + 1])[0, t].item()) for x in u[k:k + 2]]
+    for _ in range(20):
+        middle = (points[0][0] + points[1][0]) / 2
+        points.insert(1, (middle, at(middle, rollout[row:row + 1])[0, t].item()))
+        first, second = (abs(b[1] - a[1]) for a, b in zip(points, points[1:]))
+        points.pop(2 if first >= second else 0)                 # the half with the smaller change
+    (low, at_low), (high, at_high) = points
     return {"step at a flip": steps[flipped].mean().item(),
             "elsewhere": steps[~flipped].mean().item(), "replayed": steps_fixed.mean().item(),
             "largest": steps.max().item(), "largest replayed": steps_fixed.max().item(),
             "flips per token": flipped.sum(0).double().mean().item(),
-            "jump": change, "within": width, "u": u.tolist(), "log pi": live[:, token].tolist(),
-            "log pi, replayed": fixed[:, token].tolist(),
+            "jump": abs(at_high - at_low), "within": float(high - low), "u": u.tolist(),
+            "log pi": live[:, token].tolist(), "log pi, replayed": fixed[:, token].tolist(),
             "flips at": flipped[:, token].nonzero().flatten().tolist()}
 
 
 # ---------------------------------------------------------------- main
 def verdict(rows: list[dict]) -> str:
-    """The mixture's natural gap read aloud."""
+    """The mixture's natural gap read aloud. It follows the numbers."""
     live, replayed = (row for row in rows if row["policy"] == "MoE"
                       and row["situation"] == "natural, fp32 trainer")
+    says = f"At the same weights {live['picks that flip']:.2%} of the picks flip"
     if not live["picks that flip"]:
-        return "At the same weights no pick flips: there is nothing to replay."
-    says = f"At the same weights {live['picks that flip']:.2%} of the picks flip."
-    pairs = list(zip(live["k3 by seed"], replayed["k3 by seed"]))
-    worse = sum(after >= before for before, after in pairs)
-    if worse:
-        return f"{says} Replay does not lower the mixture's k3 with {worse} of {len(pairs)} seeds."
-    shares = [1 - after / before for before, after in pairs]
-    return (f"{says} They make {1 - replayed['k3'] / live['k3']:.0%} of the mixture's k3 "
+        return f"{says}: there is nothing to replay."
+    shares = [1 - b / a for a, b in zip(live["k3 by seed"], replayed["k3 by seed"])]
+    if min(shares) <= 0:
+        return f"{says}. Replay does not lower the mixture's k3 with every seed."
+    return (f"{says}. They make {1 - replayed['k3'] / live['k3']:.0%} of the mixture's k3 "
             f"({min(shares):.0%} to {max(shares):.0%} by seed). Replay removes that part.")
 
 
@@ -392,14 +369,13 @@ def main(argv=None) -> dict:
     try:
         normalizes(trainer)                            # before vLLM starts
     except ValueError as error:
-        argparse.ArgumentParser(Path(__file__).name).error(f"--model {args.model}: {error}")
+        lesson1.argparse.ArgumentParser().error(f"--model {args.model}: {error}")
     engine, rows = RoutedSampler(args.path), []        # the first engine of this process
     if lesson1.is_tiny(tokenizer):                     # lesson 1's policy, to compare with
         path = lesson1.policy()
         dense = path, lesson1.load_model(path), lesson1.Sampler(path)
         rows += one_policy(*dense, tokenizer, args.seed, args.quick)
     rows += one_policy(args.path, trainer, engine, tokenizer, args.seed, args.quick)
-
     n, rng = 32 if args.quick else 128, np.random.default_rng(args.seed)
     _, _, max_tokens, lr = SIZES[lesson1.scale(tokenizer)]
     digits, prompts = lesson1.make_prompts(lesson1.SUM, tokenizer, n, rng)
@@ -407,8 +383,8 @@ def main(argv=None) -> dict:
     rollout = engine.sample(prompts, min(max_tokens, 64), seed=[args.seed, 9])
     R = lesson1.rewards(lesson1.SUM, digits, rollout, tokenizer)
     ahead = lesson1.one_step(copy.deepcopy(trainer), rollout, R, lr)
-    result = lesson1.save({"model": args.path, "seed": args.seed, "gap": rows,
-                           "jump": jump(trainer, ahead, rollout[:n // 4])}, args.json)
+    result = {"gap": rows, "jump": jump(trainer, ahead, rollout[:n // 4])}
+    result = lesson1.save({"model": args.path, "seed": args.seed, **result}, args.json)
     lesson1.table("the gap d = log pi - log mu, live and replayed", result["gap"], "policy",
                   "situation", "replay", "mean |d|", "rms", "max", "k3", "k3 ±", "F(1.1)", "F(2)")
     lesson1.table("where it is", [row for row in result["gap"] if row["policy"] == "MoE"],

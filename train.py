@@ -31,7 +31,7 @@ train.png. The columns of metrics.csv:
                                 of responses and of tokens, as shares; mean lag ratio of the tokens
   dropped_tokens, dropped_seconds    what step 4 threw away
   weight, grad_norm, loss       mean w; the gradient's norm; L, whose value means nothing
-  tokens, not_finite            N; tokens left out of N, as the engine gave no finite log-prob
+  tokens, not_finite, seconds   N; tokens left out of N, without a finite log mu; of the whole step
 """
 import argparse
 import copy
@@ -66,7 +66,7 @@ DEFAULTS = {     # of these flags: for the tiny policy, for any other model on a
     "cpu": (20, 8, 64, 3e-6, 64, "float32", "float32"),
     "gpu": (80, 16, 256, 1e-6, 128, "bfloat16", "bfloat16")}
 SAVE_EVERY = 20                          # steps between writes of state.pt
-WHOLE = shards.StateDictOptions(full_state_dict=WORLD > 1)
+WHOLE = shards.StateDictOptions(full_state_dict=WORLD > 1)       # not this process' shard
 
 
 # ---------------------------------------------------------------- the loop
@@ -111,7 +111,7 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
                 group_size=args.group_size, head=args.head or 0, rows=mine))
             mask = rollout.mask & rollout.logp_sampler.isfinite()      # others are not trained on
             if not rollout.neutral or rollout.version != version or not mask.any():
-                raise ValueError(f"step {step}: these are no samples from a known mu at theta_s")
+                raise ValueError(f"step {step}: not sampled from mu at theta_s, or mu is not finite")
             R = lesson1.rewards(task, digits.repeat(args.group_size, 0)[mine], rollout, tokenizer)
             rollout.head_logp = torch.where(mask[..., None], rollout.head_logp, 0.0)
 
@@ -296,7 +296,7 @@ def prepare(args):
         raise ValueError(f"--head exceeds the vocabulary, or --prompts is no multiple of {WORLD}")
     if args.replay != "none":
         lesson5.normalizes(trainer)      # no routers, or none that can be replayed
-    if args.engine_dtype == "bfloat16" != args.trainer_dtype and all(
+    if args.engine_dtype == "bfloat16" and args.trainer_dtype != "bfloat16" and all(
             torch.equal(x, x.bfloat16().float()) for x in trainer.parameters()):
         print("The bfloat16 engine sees a change of a weight w once it exceeds about |w| / 256, "
               f"the {args.trainer_dtype} trainer at once: training will drive them apart.")
@@ -318,9 +318,9 @@ def main(argv=None, sampler=None) -> None:
         torch.distributed.init_process_group("nccl" if lesson1.DEVICE.type == "cuda" else "gloo")
     try:
         trainer, tokenizer, saved = prepare(args)
-        mixture = lesson5.is_mixture(trainer.config)
-        sampler = sampler or (lesson5.RoutedSampler if mixture else lesson1.Sampler)(
-            args.model, args.engine_dtype, lm_head_fp32=args.lm_head_fp32, kv_cache_gib=2)
+        start = lesson5.RoutedSampler if lesson5.is_mixture(trainer.config) else lesson1.Sampler
+        sampler = sampler or start(args.model, args.engine_dtype, lm_head_fp32=args.lm_head_fp32,
+                                   kv_cache_gib=2)
         held_out = lesson1.SUM, tokenizer, 8 * args.prompts, args.max_tokens
         if RANK == 0 and not args.resume:
             args.before = lesson3.held_out(trainer, sampler, *held_out)

@@ -228,9 +228,9 @@ def draw_02(result: dict):
     right.set(xlabel="length of the response, tokens", ylabel="ESS of the products of weights, a share",
               ylim=(0, 1.55), yticks=(0, 0.5, 1))
     blind = abs(bug["mean weight"] - 1) > 0.05 and bug["ESS of responses"] > 0.9
-    right.set_title(f"The ESS {'is blind to' if blind else 'sees'} the top-k bug: ESS {bug['ESS of responses']:.3f},\n"
-                    f"but a mean token weight of {bug['mean weight']:.2f} (natural gap: "
-                    f"{natural['ESS of responses']:.3f}, {natural['mean weight']:.2f})", fontsize=11)
+    right.set_title(f"The ESS {'is blind to' if blind else 'sees'} the top-k bug: it is {bug['ESS of responses']:.3f},\n"
+                    f"and the mean token weight {bug['mean weight']:.2f} (natural: "
+                    f"{natural['mean weight']:.2f})", fontsize=11)
     right.legend(fontsize=8, loc="upper right")
     return figure
 
@@ -265,6 +265,23 @@ def weights_table() -> str:
                       f"{large['MSE']:.2f}"])
     return markdown(["`--correction`", "weight", "bias, noise 0.1", "bias, noise 0.4", "cosine, noise 0.4",
                      "variance, noise 0.1", "variance, noise 0.4", "MSE at n = 4096, noise 0.4"], cells)
+
+
+@table("weights-short")
+def weights_short() -> str:
+    shown, rows = ("none", "token-is", "tis", "seq-is", "seq-tis", "geo", "ppo"), load("02_importance_sampling")["moments"]
+    rows = {row["weight"]: row for row in rows if row["noise"] == 0.4 and row["T"] == max(r["T"] for r in rows)}
+    return markdown(["`--correction`, logit noise 0.4", "bias ± worlds", "cosine", "variance", "MSE, n = 4,096"], [
+        [name, f"{rows[name]['bias']:.2f} ± {rows[name]['± worlds'] or 0:.2f}", number(rows[name]["cosine"]),
+         f"{rows[name]['variance']:.0f}", number(rows[name]["MSE"])] for name in shown])
+
+
+@table("say ess")
+def say_ess() -> str:
+    ess = {row["rollouts"]: row["ESS of responses"] for row in load("02_importance_sampling")["rollouts"]}
+    natural, _, one, _, eight = ess.values()
+    return (f"the ESS of whole responses is {natural:.4f} at the natural gap, {one:.2f} with the trainer one step ahead, and "
+            f"{eight:.2f} after eight steps on the same batch")
 
 
 # ---------------------------------------------------------------- lesson 3
@@ -337,6 +354,14 @@ def drift_table() -> str:
         for raw, mean in zip(rows[::2], rows[1::2])])
 
 
+@table("say lag")
+def say_lag() -> str:
+    rows = load("03_decompose")["run"]
+    ratios = [row["rms l"] / row["rms d"] for row in rows if row["age"] == 1]
+    return (f"The lag is exactly 0 at each sync, and {min(ratios):.0f} to {max(ratios):.0f} times the discrepancy one step later "
+            f"(rms, {len(ratios)} syncs)")
+
+
 @table("feedback")
 def feedback_table() -> str:
     """Lesson 3's feedback loop: growth of the lag under w = r over that under w = 1."""
@@ -359,9 +384,10 @@ def draw_04(result: dict):
         arm, steps = run["arm"], run["steps"]
         style, name = STYLE[arm], NAME.get(run["arm"], run["arm"])
         # the first checkpoint is before any update: its KL is exactly 0
-        at = [(step["step"], step[FRESH]) for step in steps if step.get(FRESH)]
+        at = [step for step in steps if step.get(FRESH)]
         syncs = "sync" if arms[arm]["syncs"] == 1 else "syncs"
-        left.semilogy(*zip(*at), label=f"{name}: {arms[arm]['syncs']} {syncs}", **style)
+        left.semilogy([step["step"] for step in at], [step[FRESH] for step in at],
+                      label=f"{name}: {arms[arm]['syncs']} {syncs}", **style)
         middle.plot([step["reward"] for step in steps], label=f"{name}: {run['accuracy']:.2f}", **style)
         right.plot([step["ESS of responses"] for step in steps], label=name, **style)
         if arm == "dlc":
@@ -369,15 +395,15 @@ def draw_04(result: dict):
             right.plot(resynced, [1.06] * len(resynced), "v", color=style["color"], label="a sync of DLC")
     ratios = [(NAME[arm], arms[arm][f"{FRESH} / floor"]) for arm in ("none", "tis", "dlc")]
     left.set(xlabel="step", ylabel="KL(on-policy || run) (nats per token)",
-             title="In floors, averaged: " + ", ".join(
+             title="Average, in floors: " + ", ".join(
                  f"{name} {'-' if ratio is None else format(ratio, '.1f')}" for name, ratio in ratios)
-             + "\n(the floor: another on-policy run)")
+             + "\n(floor: the on-policy run shown, another seed)")
     middle.set(xlabel="step", ylabel="mean reward of the samples", ylim=(0, 1),
-               title="The reward is that of a stale sampler. Legend:\naccuracy of the trained policy, after a last sync")
+               title="The samples are the stale sampler's. In the legend:\naccuracy of the trained policy, after a last sync")
     right.axhline(0.5, color=GREY, linewidth=0.8)
     right.set(xlabel="step", ylabel="ESS of the responses, a share", ylim=(0, 1.13),
               title="DLC syncs where the ESS falls below one half.\nThe others train on what is left")
-    for panel, place in ((left, "lower right"), (middle, "lower right"), (right, "center right")):
+    for panel, place in ((left, "lower left"), (middle, (0.27, 0.42)), (right, (0.42, 0.42))):
         panel.legend(loc=place, fontsize=8)
     return figure
 
@@ -396,8 +422,8 @@ def span(values) -> str:
 @picture("04_study")
 def draw_04_study(result: dict):
     """Every arm on two tasks, a mark per seed."""
-    study, figure = import_module("study"), plt.figure(figsize=(16, 5.2))
-    left, middle, right = (figure.add_subplot(1, 3, k) for k in (1, 2, 3))
+    study = import_module("study")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 5.2))
     records = [record for record in result.values() if isinstance(record, dict)]
     for panel, setting, task in ((left, "sum", "Running sum"), (middle, "stop", "Early stop")):
         rows = study.arm_rows(study.main_runs(records, setting))[::-1]
@@ -409,8 +435,9 @@ def draw_04_study(result: dict):
         panel.axvspan(0.5, 2, color="0.9", zorder=0)
         panel.axvline(1, color=GREY, linewidth=0.8)
         panel.set_yticks(range(len(rows)), [f"{row['arm']} ({span(row['syncs'])})" for row in rows])
-        panel.set(xscale="log", xlim=(0.5, 100), xlabel="KL / floor, a mark per seed (grey: at most 2)",
-                  title=f"{task}, in brackets the syncs. In every seed\nwithin two floors: {', '.join(near[::-1]) or 'none'}")
+        panel.set(xscale="log", xlim=(0.5, 100),
+                  xlabel="KL / floor, a mark per seed (grey: at most 2)\nin brackets: syncs",
+                  title=f"{task}: at most two floors in all seeds,\n" + (" | ".join(near[::-1]) or "no arm"))
     stop = [r for r in study.main_runs(records, "stop") if r["arm"] in study.MAIN_04]
     arms = list(dict.fromkeys(r["arm"] for r in stop))
     for key, marker, color, shift, label in (
@@ -422,9 +449,9 @@ def draw_04_study(result: dict):
             right.semilogy([x + shift] * len(y), y, marker, color=color, markersize=5,
                            label=label if x == 0 else None)
     right.axhspan(0.3, 2, color="0.9", zorder=0)
-    right.set_xticks(range(len(arms)), arms, rotation=15)
-    right.set(ylabel="KL / floor of the same prefixes", ylim=(0.3, 20),
-              title="Early stop: the token mean on the sampler's\nprefixes misses what its late tokens show")
+    right.set_xticks(range(len(arms)), [arm.replace(", ", ",\n") for arm in arms])
+    right.set(ylabel="KL / floor of the same prefixes", ylim=(0.3, 25),
+              title="Early stop: on the sampler's prefixes\nthe mean hides what late tokens show")
     right.legend(fontsize=8, loc="upper right")
     return figure
 
@@ -447,9 +474,11 @@ def draw_first(result: dict):
         panel.annotate(f"{name}\n(accuracy {min(accuracy):.2f} to {max(accuracy):.2f})", (steps[-1], middle[-1]),
                        xytext=(8, {"none": 10, "tis": -14, "dlc": 12, "on-policy": -14}[arm]), textcoords="offset points",
                        color=STYLE[arm]["color"], va="center", fontsize=9)
-    panel.set(xlabel="training step; the sampler is synced at 0 and 64, in DLC also when its samples lose their worth",
+    syncs = span([r["syncs"] for r in records if r["arm"] == "dlc"])
+    panel.set(xlabel="training step (thin: a seed, thick: the median of five)",
               ylabel="distance from on-policy training\nKL(on-policy || run), nats per token",
-              title="A sampler that is hardly ever synced leads training astray.\nImportance weights alone do not bring it back")
+              title="A sampler synced twice in 80 steps leads training astray, importance weights or not.\n"
+              f"DLC, with {syncs} syncs, stays near it in most seeds")
     panel.set_xlim(0, 80)
     panel.spines[["top", "right"]].set_visible(False)
     return figure
@@ -545,6 +574,102 @@ def tail_table() -> str:
 
 
 # ---------------------------------------------------------------- lesson 5
+REPLAY = {      # (policy, replay) -> what the picture calls it and draws it with
+    ("dense", "none"): {"label": "dense", "color": GREY, "hatch": ""},
+    ("MoE", "none"): {"label": "MoE, live", "color": RED, "hatch": "//"},
+    ("MoE", "r2"): {"label": "MoE, R2", "color": ORANGE, "hatch": ".."},
+    ("MoE", "r3"): {"label": "MoE, R3", "color": BLUE, "hatch": ""}}
+
+
+@picture("05_router_replay")
+def draw_05(result: dict):
+    rows = {(row["situation"], row["policy"], row["replay"]): row for row in result["gap"]}
+    situations = list(dict.fromkeys(row["situation"] for row in result["gap"]))
+    live = [rows[situation, "MoE", "none"] for situation in situations]
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.6))
+
+    layers = len(live[0]["by layer"])
+    for layer in range(layers):
+        left.bar(np.arange(len(live)) + (layer - (layers - 1) / 2) * 0.8 / layers,
+                 [100 * row["by layer"][layer] for row in live], 0.7 / layers, edgecolor="k",
+                 color=plt.cm.viridis(0.95 * layer / max(1, layers - 1)),
+                 label=f"layer {layer}" if layers < 9 else None)
+    if any(row["picks that flip"] for row in live):
+        left.set_yscale("log")
+    left.set(ylabel="picks that differ, %", title="Engine and trainer pick other experts:\n"
+             f"{live[0]['picks that flip']:.1%} of the picks at the natural gap")
+    left.legend(fontsize=8, loc="upper left")
+
+    for i, (arm, style) in enumerate(REPLAY.items()):
+        bars = [(k, rows[situation, *arm]) for k, situation in enumerate(situations) if (situation, *arm) in rows]
+        # from the smallest seed's side only as far as a logarithm goes
+        spread = [[min(row["k3 ±"], 0.9 * row["k3"]) for _, row in bars], [row["k3 ±"] for _, row in bars]]
+        middle.bar([k + (i - 1.5) * 0.2 for k, _ in bars], [row["k3"] for _, row in bars], 0.18,
+                   yerr=spread, capsize=2, edgecolor="k", **style)
+    before, after = (rows[situations[0], "MoE", kind]["k3"] for kind in ("none", "r3"))
+    middle.set(yscale="log", ylabel="k3, nats per token (mean, ± over seeds)",
+               title=(f"Replay (R3) divides the natural k3 by {before / after:.1f}" if before > after > 0 else
+                      "Replay (R3) does not lower the natural k3") + "\n(R2 is drawn where there is a lag)")
+    middle.legend(fontsize=8, loc="upper left")
+    for axes in (left, middle):
+        axes.set_xticks(range(len(situations)), [x.replace(", ", ",\n").replace(" noise", "\nnoise") for x in situations],
+                        fontsize=8)
+
+    jump = result["jump"]
+    for number, k in enumerate(jump["flips at"]):
+        right.axvspan(jump["u"][k], jump["u"][k + 1], color="0.85",
+                      label="a pick of this token flips" if number == 0 else None)
+    right.plot(jump["u"], jump["log pi"], ".-", color=RED, label="live")
+    right.plot(jump["u"], jump["log pi, replayed"], "--", color=BLUE, label="the picks of u = 0 replayed")
+    right.set(xlabel="u, weights (1 - u) start + u end", ylabel="log pi of one token (nats)",
+              title="A pick changes all or nothing:\n" + (
+                  f"a jump of {jump['jump']:.2g} nats" if jump["flips at"] else "no pick flips on this way"))
+    right.legend(fontsize=8)
+    return figure
+
+
+@table("replay")
+def replay_table(situations=None) -> str:
+    """Lesson 5: the gap of a dense policy and of a mixture, live and replayed."""
+    percent = lambda x: "" if x is None else f"{100 * x:.2f}"
+    return markdown(
+        ["policy", "situation", "replay", "mean abs d", "k3 ± seeds", "F(1.1), %", "F(2), %", "picks that flip, %",
+         "tokens with a flip, %", "if layers are independent, %", "rms d: no flip", "rms d: flip"],
+        [[row["policy"], row["situation"], row["replay"], power(row["mean |d|"]),
+          f"{power(row['k3'])} ± {power(row['k3 ±'])}", percent(row["F(1.1)"]), percent(row["F(2)"]),
+          *(percent(row.get(key)) for key in ("picks that flip", "tokens with a flip", "if layers are independent")),
+          *("" if row.get(key) is None else power(row[key]) for key in ("rms d: no flip", "rms d: flip"))]
+         for row in load("05_router_replay")["gap"] if situations is None or row["situation"] in situations])
+
+
+@table("replay-gradients")
+def replay_gradients_table() -> str:
+    """Lesson 5: the replayed policy's gradient against the live one's, some steps after a sync."""
+    rows = load("05_study")["gradients"]
+    return markdown(list(rows[0]), [[row[key] if key.startswith("steps") else
+                                     f"{row[key]:.2%}" if key.startswith("picks") else f"{row[key]:.4f}"
+                                     for key in row] for row in rows])
+
+
+@table("replay-study")
+def replay_study_table() -> str:
+    """Lesson 5: training with MiniRL's weight under no replay, R2 and R3, three seeds."""
+    study = import_module("study")
+    return markdown(["synced every", "replay", "KL / floor", "accuracy at the end"], [
+        [f"{row['synced every']} steps", row["replay"], " ".join(f"{x:.1f}" for x in row["KL / floor"]),
+         " ".join(f"{x:.2f}" for x in row["accuracy"])]
+        for row in study.replay_rows(load("05_study"))])
+
+
+@table("say replay")
+def say_replay() -> str:
+    natural = {row["replay"]: row for row in load("05_router_replay")["gap"]
+               if row["policy"] == "MoE" and row["situation"] == "natural, fp32 trainer"}
+    live, replayed = natural["none"], natural["r3"]
+    return (f"{live['picks that flip']:.2%} of the picks flip. Replay lowers k3 from {power(live['k3'])} ± "
+            f"{power(live['k3 ±'])} to {power(replayed['k3'])} ± {power(replayed['k3 ±'])} (± over four seeds)")
+
+
 # ---------------------------------------------------------------- train.py
 @picture("train")
 def draw_train(result: dict):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 lesson1 = import_module("01_mismatch")   # before numpy and torch: it decides what they import
 lesson2, lesson3 = import_module("02_importance_sampling"), import_module("03_decompose")
-lesson4 = import_module("04_dlc")
+lesson4, lesson5 = import_module("04_dlc"), import_module("05_router_replay")
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -186,7 +186,7 @@ def training_04(model, sampler, tokenizer, setting: str, arm: str, seed: int, **
     its = SETTINGS[setting]
     if setting in LOOP:
         changes |= {**LOOP[setting], "optimizer": torch.optim.SGD(model.parameters(), lr=its.lr)}
-    return lesson4.training(model, sampler, tokenizer, its, arm, seed, **{**ARMS_04[arm], **changes})
+    return lesson4.training(model, sampler, tokenizer, its, arm, seed, **{**ARMS_04.get(arm, {}), **changes})
 
 
 def reference_04(start, sampler, tokenizer, setting: str, folder: Path) -> dict:
@@ -220,11 +220,12 @@ def by_position(values, mask) -> dict:
 
 
 def run_04(start, sampler, tokenizer, reference: dict, setting: str, arm: str, seed: int,
-           noise: float = 0.0, period: int | None = None) -> dict:
+           noise: float = 0.0, period: int | None = None, **changes) -> dict:
     """One run's record: as in lesson 4, and the KL by position, the ESS of tokens, the seconds without
-    the measuring, and the entropy at the end. noise: relative size of a parameter noise in the engine."""
+    the measuring, and the entropy at the end. noise: relative size of a parameter noise in the engine.
+    changes: of the arguments of lesson 3's loop."""
     model, other, began = copy.deepcopy(start), copy.deepcopy(start), time.perf_counter()
-    rows, at, kls, changes = [], [], [], {}
+    rows, at, kls = [], [], []
     if noise:
         changes["perturb"] = lesson3.parameter_noise(noise, seed)
     if period:
@@ -440,6 +441,87 @@ def positions(records: list[dict]) -> list[dict]:
 
 
 # ---------------------------------------------------------------- lesson 5
+SETTINGS["replay"] = lesson4.Setting(steps=60, period=60, every=4)
+
+
+def with_replay(kind: str):
+    """How lesson 3's loop computes log-probs under a kind of replay. R2 replays the picks of `old` at
+    the trainer's weights only: at those of `old` they are the live ones."""
+    def with_head(model, rollout, old, grad: bool):
+        live = kind == "r2" and model is old
+        routes = None if live else lesson5.routes_for(kind, old, rollout)
+        return lesson5.logprobs(model, rollout, routes, head=True, grad=grad)
+    return with_head
+
+
+def run_05(start, sampler, tokenizer, reference: dict, kind: str, period: int, seed: int) -> dict:
+    """One run's record. A period of 1 is on-policy without a weight, the others have MiniRL's."""
+    arm, weight = ("on-policy", "none") if period == 1 else ("minirl", "minirl")
+    record = run_04(start, sampler, tokenizer, reference, "replay", arm, seed, period=period,
+                    loss=lesson3.weighted(lesson2.CORRECTIONS[weight]), logprobs=with_replay(kind))
+    return {**record, "replay": kind}
+
+
+def gradients(trainer, engine, tokenizer, seed: int, steps: int = 17) -> list[dict]:
+    """Cosine and size of the replayed policy's gradient E[A s] against the live one's, at a sync and
+    some steps of training later."""
+    model, rows = copy.deepcopy(trainer), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, weight_decay=0.0)
+    run = lesson3.grpo(model, engine, lesson1.SUM, tokenizer, optimizer,
+                       lesson3.weighted(lesson2.CORRECTIONS["tis"]), steps, 100, seed, decay=False)
+    for batch in run:
+        if batch.step not in (0, 1, 4, 16):
+            continue
+        r, g = batch.rollout, {}
+        flipped = lesson5.flips(lesson5.own_routes(model, r), r.routes, r) > 0
+        for kind in ("none", "r2", "r3"):
+            routes = lesson5.routes_for(kind, trainer, r)
+            logp = lesson5.logprobs(model, r, routes, grad=True)
+            # E[A s], a mean over response tokens
+            value = (batch.advantage[:, None] * logp).sum() / r.mask.sum()
+            g[kind] = lesson3.flat_gradient(model, value)
+        row = {"steps after a sync": batch.step, "picks that flip": flipped.double().mean().item()}
+        for kind in ("r2", "r3"):
+            size, live = g[kind].norm(), g["none"]
+            row[f"{kind}: cosine"] = (g[kind] @ live / size / live.norm()).item()
+            row[f"{kind}: size"] = (size / live.norm()).item()
+        rows.append(row)
+    return rows
+
+
+def plan_05() -> dict:
+    """{key: (kind of replay, steps between syncs, seed)}."""
+    runs = [("none", 1, seed) for seed in range(3)]
+    runs += [(kind, period, seed) for period in (2, 8, 32) for kind in ("none", "r2", "r3")
+             for seed in range(3)]
+    return {f"synced every {period}, replay {kind}, seed {seed}": (kind, period, seed)
+            for kind, period, seed in runs}
+
+
+@study("05")
+def study_05(path: Path) -> None:
+    """Training with a stale sampler under no replay, R2 and R3; and what replay does to the gradient."""
+    policy = lesson1.policy(architecture=lesson5.MIXTURE)
+    start, tokenizer = lesson1.load_model(policy), lesson1.make_tokenizer()
+    sampler = lesson5.RoutedSampler(policy)
+    reference = reference_04(start, sampler, tokenizer, "replay", ROOT / "runs")
+    first = resumable(path, {"gradients": (0,)}, partial(gradients, start, sampler, tokenizer))
+    records = resumable(path, plan_05(), partial(run_05, start, sampler, tokenizer, reference))
+    lesson1.table("the replayed policy's gradient against the live one's", first["gradients"])
+    lesson1.table("MiniRL's weight: KL in floors and accuracy, a number per seed", replay_rows(records))
+
+
+def replay_rows(records: dict) -> list[dict]:
+    """A row per arm, a number per seed."""
+    runs, rows = [r for r in records.values() if isinstance(r, dict)], []
+    for period, kind in dict.fromkeys((r["period"], r["replay"]) for r in runs):
+        mine = [r for r in runs if (r["period"], r["replay"]) == (period, kind)]
+        rows.append({"synced every": period, "replay": kind,
+                     "KL / floor": [mean_kl(r) / floor(runs) for r in mine],
+                     "accuracy": [r["accuracy"] for r in mine]})
+    return rows
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("lesson", choices=sorted(STUDIES))

@@ -12,12 +12,13 @@ import time
 import weakref
 from argparse import Namespace
 from importlib import import_module
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import lesson1, rejected
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 train, draw = import_module("train"), import_module("figures.draw")
 lesson2, lesson3, lesson4, lesson5 = train.lesson2, train.lesson3, train.lesson4, train.lesson5
@@ -25,10 +26,22 @@ SMALL = ["--steps", "2", "--prompts", "4", "--group-size", "4"]
 
 
 @pytest.fixture(autouse=True)
-def no_picture(request, monkeypatch):
-    """Drawing takes longer than two steps: one test draws."""
-    if "picture" not in request.keywords:
+def steps_only(request, monkeypatch):
+    """The picture and the held-out prompts take longer than two steps: they are for tests that ask."""
+    if "picture" not in request.fixturenames:
         monkeypatch.setattr(draw, "draw_run", lambda rows, path: None)
+    if "evaluated" not in request.fixturenames:
+        monkeypatch.setattr(lesson3, "held_out", lambda *args: {"sampled": 0.0, "greedy": 0.0})
+
+
+@pytest.fixture
+def picture():
+    """The test's runs draw theirs."""
+
+
+@pytest.fixture
+def evaluated():
+    """The test's runs answer the held-out prompts."""
 
 
 def run(out, engine, *extra):
@@ -92,7 +105,8 @@ def test_the_correction_reaches_the_loss(tmp_path, engine):
     none = run(tmp_path / "none", engine, "--steps", "4", "--staleness", "3")
     tis = run(tmp_path / "tis", engine, "--steps", "4", "--staleness", "3", "--correction", "tis")
     assert column(none, "weight") == [1] * 4 and column(tis, "weight")[-1] != 1
-    assert none[0]["loss"] == tis[0]["loss"] and none[-1]["loss"] != tis[-1]["loss"]
+    first, last = (abs(float(none[k]["loss"]) - float(tis[k]["loss"])) for k in (0, -1))
+    assert first < 1e-6 and last > 1e-4
 
 
 @pytest.fixture
@@ -230,7 +244,8 @@ def peak_of_saved_tensors(f):
 
 
 def check_memory(backward, tmp_path, engine):
-    """A batch of eight micro-batches holds the activations of one at a time: at most 1.3 times what a batch of one holds."""
+    """A batch of eight micro-batches holds the activations of one at a time: at most 1.3 times what a batch of one
+    holds."""
     peaks = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "backward", backward)
@@ -310,8 +325,7 @@ def test_any_correction_can_be_resynced(tmp_path, engine):
     assert 0 < sum(column(tis, "dropped_tokens")) and sum(column(never, "dropped_tokens")) == 0
     assert all((int(row["dropped_tokens"]) > 0) == (float(row["ess"]) < 0.9) for row in tis)
     assert min(column(never, "ess")) < 0.5
-    tokens = column(never, "ess_tokens")
-    assert all(few <= many for few, many in zip(column(never, "ess"), tokens)) and min(tokens) < 1
+    assert column(never, "ess_tokens")[0] == 1 and column(never, "ess_tokens")[1:] != column(never, "ess")[1:]
 
 
 # ---------------------------------------------------------------- replay
@@ -338,7 +352,7 @@ def test_replay_reaches_both_policies_and_every_micro_batch(tmp_path, mixture, m
     live, r2, r3 = (run(tmp_path / kind, mixture_engine, *flags, "--replay", kind) for kind in ("none", "r2", "r3"))
     lags = [float(rows[1]["lag"]) for rows in (live, r2, r3)]
     assert all(abs(lag - lags[0]) > 1e-4 for lag in lags[1:])             # the same first update: the picks differ
-    assert live[0]["loss"] == r2[0]["loss"] and max(column(r2 + r3, "discrepancy")) < 1e-4
+    assert abs(float(live[0]["loss"]) - float(r2[0]["loss"])) < 1e-6 and max(column(r2 + r3, "discrepancy")) < 1e-4
     monkeypatch.setattr(lesson1, "LOGITS_AT_ONCE", 3 * 10 * 17)
     for kind, whole in (("r2", r2), ("r3", r3)):
         parts = run(tmp_path / f"{kind}-parts", mixture_engine, *flags, "--replay", kind)
@@ -348,7 +362,8 @@ def test_replay_reaches_both_policies_and_every_micro_batch(tmp_path, mixture, m
 
 
 # ---------------------------------------------------------------- prompts, accuracy, learning rate
-def test_prompts_and_seeds_are_new_at_every_step_and_held_out_prompts_are_not_trained_on(tmp_path, engine, monkeypatch):
+def test_prompts_and_seeds_are_new_at_every_step_and_held_out_prompts_are_not_trained_on(
+        tmp_path, engine, evaluated, monkeypatch):
     calls = spy(monkeypatch, engine)
     run(tmp_path / "a", engine, "--steps", "3")
     run(tmp_path / "b", engine, "--steps", "3", "--seed", "1")
@@ -362,7 +377,7 @@ def test_prompts_and_seeds_are_new_at_every_step_and_held_out_prompts_are_not_tr
     assert sorted(c[1]["temperature"] for c in held_out) == [0.0] * 4 + [1.0] * 4
 
 
-def test_accuracy_is_measured_before_and_after_with_the_weights_of_each(tmp_path, engine, tiny, monkeypatch):
+def test_accuracy_is_measured_before_and_after_with_the_weights_of_each(tmp_path, engine, tiny, evaluated, monkeypatch):
     calls = spy(monkeypatch, engine)
     run(tmp_path / "a", engine, "--lr", "3e-2", "--steps", "3", "--staleness", "2")         # a rate that ruins it
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
@@ -380,7 +395,7 @@ def test_accuracy_is_measured_before_and_after_with_the_weights_of_each(tmp_path
 
 def test_learning_rate_falls_linearly_and_is_the_step_that_is_taken(tmp_path, engine, tiny):
     rates = []
-    hook = torch.optim.optimizer.register_optimizer_step_pre_hook(
+    hook = register_optimizer_step_pre_hook(
         lambda optimizer, args, kwargs: rates.append(optimizer.param_groups[0]["lr"]))
     run(tmp_path / "a", engine, "--steps", "4", "--lr", "1e-3")
     hook.remove()
@@ -392,8 +407,7 @@ def test_learning_rate_falls_linearly_and_is_the_step_that_is_taken(tmp_path, en
 
 
 # ---------------------------------------------------------------- what a run leaves behind
-@pytest.mark.picture
-def test_what_a_run_leaves_behind_loads_everywhere(tmp_path, engine, capsys):
+def test_what_a_run_leaves_behind_loads_everywhere(tmp_path, engine, picture, evaluated, capsys):
     run(tmp_path / "a", engine, "--steps", "3")
     names = {path.name for path in (tmp_path / "a").iterdir()}
     assert names == {"checkpoint-0", "checkpoint-3", "metrics.csv", "run.json", "summary.json", "train.png"}
@@ -422,7 +436,7 @@ def test_an_interrupted_run_keeps_what_it_had(cleans_up_badly, tmp_path, engine,
 
     def interrupted(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 5:                       # two evaluations, two steps, then Ctrl-C
+        if len(calls) == 3:                       # two steps, then Ctrl-C
             try:
                 raise KeyboardInterrupt
             finally:
@@ -437,7 +451,7 @@ def test_an_interrupted_run_keeps_what_it_had(cleans_up_badly, tmp_path, engine,
     assert untimed(read(tmp_path / "a")) == untimed(run(tmp_path / "b", engine, "--steps", "3"))
 
 
-def test_interrupted_before_the_first_step_leaves_nothing_in_the_way(tmp_path, engine, monkeypatch, capsys):
+def test_interrupted_before_the_first_step_leaves_nothing_in_the_way(tmp_path, engine, evaluated, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
     with monkeypatch.context() as patch:
@@ -478,6 +492,7 @@ def often(monkeypatch):
 def uninterrupted(tmp_path_factory, engine):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw, "draw_run", lambda rows, path: None)
+        patch.setattr(lesson3, "held_out", lambda *args: {})
         return untimed(run(tmp_path_factory.mktemp("whole") / "a", engine, *RESUMED))
 
 
@@ -503,7 +518,8 @@ def interrupt(monkeypatch, where, call):
     ((train.torch, "save"), 1), ((train.torch, "save"), 3), ((train.os, "replace"), 1), ((train.os, "replace"), 4),
     ((draw, "draw_run"), 1), ((train.os, "replace"), 5)], ids=lambda x: x[1] if isinstance(x, tuple) else str(x))
 def test_a_killed_run_resumes_bit_for_bit(where, call, uninterrupted, often, tmp_path, engine, monkeypatch):
-    """Before a row, in the middle of one, before the state or the summary is there: the CSV of the uninterrupted run."""
+    """Before a row, in the middle of one, before the state or the summary is there: the CSV is that of the run that
+    was left alone."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
         interrupt(patch, where, call)
         run(tmp_path / "a", engine, *RESUMED)
@@ -523,9 +539,12 @@ def check_resume(uninterrupted, tmp_path, engine):
     assert untimed(read(tmp_path)) == uninterrupted
 
 
+def test_resume(uninterrupted, often, tmp_path, engine):
+    check_resume(uninterrupted, tmp_path / "a", engine)
+
+
 @pytest.mark.parametrize("lost", ["optimizer", "trainer", "old", "synced", "step", "metrics"])
 def test_resume_rejects_a_forgotten_part(lost, uninterrupted, often, tmp_path, engine, tiny, monkeypatch):
-    check_resume(uninterrupted, tmp_path / "right", engine)
     load = torch.load
 
     def forgetful(path, **kwargs):
@@ -543,7 +562,7 @@ def test_resume_rejects_a_forgotten_part(lost, uninterrupted, often, tmp_path, e
             state[lost] = 5 - (lost == "synced")
         return state
     monkeypatch.setattr(train.torch, "load", forgetful)
-    rejected(lambda _: check_resume(uninterrupted, tmp_path / "wrong", engine), lost)
+    rejected(lambda _: check_resume(uninterrupted, tmp_path / "a", engine), lost)
 
 
 def test_kill_minus_nine(tmp_path, engine16):
@@ -661,8 +680,15 @@ def test_a_token_that_the_trainer_does_not_have_is_refused(tmp_path, engine, mon
 
 
 def test_a_sync_that_fails_ends_the_run_in_one_line(tmp_path, engine, monkeypatch, capsys):
-    monkeypatch.setattr(engine, "canary", lambda *a: (0.5, 0.0))
-    assert "did not arrive" in stops(capsys, tmp_path, engine)
+    """The engine drops what it is sent: at the second step it lacks the first one's update."""
+    load, sent = engine.load, []
+
+    def lossy(state):
+        sent.append(state)
+        if len(sent) == 1:
+            load(state)
+    monkeypatch.setattr(engine, "load", lossy)
+    assert "did not arrive" in stops(capsys, tmp_path, engine) and len(read(tmp_path / "a")) == 1
 
 
 def test_a_sampler_that_changed_behind_the_loops_back_is_noticed(tmp_path, engine, monkeypatch, capsys):
@@ -703,8 +729,8 @@ def test_cut_off_responses_are_counted_and_shown(tmp_path, engine, capsys):
 
 # ---------------------------------------------------------------- precision
 def test_precision_flags_reach_both_sides(tmp_path, engine, tiny):
-    """The trainer's dtype on the shared fp32 engine: its error, and a gradient that is still the float32 one (float16's is
-    scaled and scaled back); then float16 on both sides, in an engine of its own."""
+    """The trainer's dtype on the shared fp32 engine: its error, and a gradient that is still the float32 one (float16's
+    is scaled and scaled back); then float16 on both sides, in an engine of its own."""
     flags = {"float32": (), "bfloat16": ("--trainer-dtype", "bfloat16"), "float16": ("--trainer-dtype", "float16"),
              "lm_head": ("--trainer-dtype", "bfloat16", "--lm-head-fp32")}
     rows = {name: run(tmp_path / name, engine, "--prompts", "16", "--steps", "1", *f)[0] for name, f in flags.items()}
@@ -762,11 +788,11 @@ def test_the_precision_contract(flags, engine_dtype, warned, released, tiny, tmp
         started.append((dtype, kwargs))
         raise ValueError("far enough")
     monkeypatch.setattr(lesson1, "Sampler", sampler)
-    refused(capsys, ["--model", released, "--out", tmp_path / "a", *flags])
     for model, dtype, expected in ((released, engine_dtype, warned), (tiny, "bfloat16", False)):
+        given = flags if model is released else []
         capsys.readouterr()
         with pytest.raises(SystemExit):
-            train.main(["--model", str(model), "--out", str(tmp_path / "b"), *(flags if expected or model is released else [])])
+            train.main(["--model", str(model), "--out", str(tmp_path / "a"), *given])
         out = capsys.readouterr().out
         assert ("|w| / 256" in out) == expected and out.count("\n") == expected
         assert started[-1][0] == dtype and started[-1][1]["kv_cache_gib"] == 2
@@ -786,8 +812,9 @@ class Stub:
         response = torch.randint(0, 10, (B, max_tokens), generator=rng)
         lengths = torch.randint(1, max_tokens + 1, (B,), generator=rng)
         mask, zeros = torch.arange(max_tokens) < lengths[:, None], torch.zeros(B, max_tokens)
-        rollout = lesson1.Rollout(ids, ids >= 0, response, mask, zeros, response[..., None][..., :0], zeros[..., None][..., :0],
-                                  lengths < max_tokens, 1.0, True, self.version)[rows]
+        head = torch.zeros(B, max_tokens, 0)
+        rollout = lesson1.Rollout(ids, ids >= 0, response, mask, zeros, head.long(), head, lengths < max_tokens,
+                                  1.0, True, self.version)[rows]
         T = int(rollout.mask.sum(1).max())
         rollout = lesson1.replace(rollout, **{name: getattr(rollout, name)[:, :T] for name in (
             "ids", "mask", "logp_sampler", "head_ids", "head_logp")})
@@ -798,7 +825,7 @@ def gpt2_run(model, out):
     """Three steps of a GPT-2 without vLLM; its rows and weights."""
     args = Namespace(correction="tis", trainer_dtype="float32", lr=1e-3, prompts=4, group_size=4, max_tokens=6, steps=3,
                      seed=0, staleness=1, head=None, replay="none", resync_ess=0.0, advantage="std", out=out)
-    out.mkdir()
+    out.mkdir(exist_ok=True)
     tokenizer = lesson1.transformers.AutoTokenizer.from_pretrained(model)
     policy = train.train(args, lesson1.load_model(model), tokenizer, Stub(), None)
     torch.save(policy.state_dict(), out / f"policy-{train.RANK}.pt")
@@ -817,23 +844,29 @@ def several(model, gpt2, out, sampler=None):
     sampler = sampler or lesson1.Sampler(model, "float32")
     for name, flags in CASES.items():
         train.main([*SMALL, "--steps", "4", "--model", str(model), *flags, "--out", str(out / name)], sampler)
-        if train.WORLD > 1:
-            torch.distributed.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "SAVE_EVERY", 2)
+        with patch.context() as kill, pytest.raises(Killed):
+            interrupt(kill, (train, "report"), 4)
+            train.main([*SMALL, "--steps", "4", "--model", str(model), *CASES["tis"], "--out", str(out / "killed")], sampler)
+        train.main(["--resume", str(out / "killed")], sampler)
 
 
 def test_two_processes_make_the_same_run_as_one(tmp_path, engine, uneven, tokenizer):
     """Two gloo ranks, FSDP2, a sampler each: losses, gradient norms and the final weights of one process on the same
-    batch; for a model that has no model.layers too. A run that two processes saved goes on in one."""
+    batch; for a model that has no model.layers too; and for a run that is killed and resumed."""
     gpt2, one, two = small_gpt2(tmp_path / "gpt2", tokenizer), tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
-    code = f"import sys; sys.path[:0] = {[str(lesson1.ROOT), str(lesson1.ROOT / 'tests')]}; from pathlib import Path; " \
-           f"import test_train; test_train.draw.draw_run = print; test_train.several(*map(Path, {[str(uneven), str(gpt2), str(two)]}))"
+    code = (f"import sys\nsys.path[:0] = {[str(lesson1.ROOT), str(lesson1.ROOT / 'tests')]}\n"
+            "import test_train\ntest_train.draw.draw_run = lambda *args: None\n"
+            f"test_train.several(*map(test_train.Path, {[str(uneven), str(gpt2), str(two)]}))\n")
     (tmp_path / "ranks.py").write_text(code)
     result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
                              str(tmp_path / "ranks.py")], capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
     several(uneven, gpt2, one, engine)
-    for name in ("gpt2", *CASES):
+    assert untimed(read(one / "killed")) == untimed(read(one / "tis"))
+    for name in ("gpt2", "killed", *CASES):
         rows, others = untimed(read(one / name)), untimed(read(two / name))
         for a, b in zip(rows, others, strict=True):
             for key in a:
@@ -843,7 +876,7 @@ def test_two_processes_make_the_same_run_as_one(tmp_path, engine, uneven, tokeni
             assert max((x - y).abs().max() for x, y in zip(a.parameters(), b.parameters())) < 1e-5
             assert a.config.architectures == b.config.architectures == ["Qwen3ForCausalLM"]
     assert sum(column(read(two / "dlc"), "dropped_tokens")) > 0                 # a batch was refused by both
-    states = [torch.load(path) for path in (one / "gpt2" / "policy-0.pt", two / "gpt2" / "policy-0.pt", two / "gpt2" / "policy-1.pt")]
+    states = [torch.load(folder / "gpt2" / f"policy-{rank}.pt") for folder, rank in ((one, 0), (two, 0), (two, 1))]
     start = lesson1.load_model(gpt2).state_dict()
     for name, value in states[0].items():
         assert all((value - state[name]).abs().max() < 1e-5 for state in states[1:])
@@ -872,7 +905,8 @@ def test_bad_arguments_are_refused_before_a_model_is_loaded(argv, tmp_path, caps
     monkeypatch.setattr(lesson1, "load_model", fail("a model was loaded"))
     error = refused(capsys, ["--out", tmp_path / "a", *argv])
     last = error.splitlines()[-1]
-    assert last.startswith("train.py: error: ") and (argv[0] in last or argv[-1] in last) and "Traceback" not in error
+    assert last.startswith("train.py: error: ") and "Traceback" not in error
+    assert argv[0] in last or argv[-1] in last or "/proc/nothing" in last
 
 
 def test_a_head_beyond_the_vocabulary_is_refused(tmp_path, capsys, monkeypatch):
@@ -889,7 +923,7 @@ def test_help_tells_the_defaults(capsys):
     for name in ("steps", "prompts", "max_tokens", "head"):
         assert f"(tiny {tiny[name]}, cpu {cpu[name]}, gpu {gpu[name]}" in text, name
     assert f"(tiny {tiny['lr']*1e3:g}e-3, cpu {cpu['lr']*1e6:g}e-6, gpu {gpu['lr']*1e6:g}e-6)" in text
-    assert f"({tiny['engine_dtype']}; cpu {cpu['engine_dtype']})" in text and gpu["engine_dtype"] == tiny["engine_dtype"]
+    assert f"({tiny['engine_dtype']}; cpu {cpu['engine_dtype']})" in text and gpu["engine_dtype"] == "bfloat16"
     assert f"({tiny['trainer_dtype']}; gpu {gpu['trainer_dtype']})" in text and cpu["trainer_dtype"] == "float32"
 
 
@@ -907,9 +941,10 @@ def test_a_quick_try_does_not_block_the_real_run(tmp_path, engine16, tiny, monke
     train.main(SMALL, engine16)
     assert {p.name for p in (tmp_path / "runs").iterdir()} == {"none-s0-seed0-quick", "none-s0-seed0"}
     rows = read(tmp_path / "runs" / "none-s0-seed0-quick")
-    assert len(rows) == 4 and int(rows[0]["tokens"]) > 8 * 8 and all(1e-4 < d < 1e-2 for d in column(rows, "discrepancy"))
+    assert len(rows) == 4 and int(rows[0]["tokens"]) > 8 * 8
+    assert all(1e-4 < d < 1e-2 for d in column(rows, "discrepancy"))                    # bf16
 
 
 def test_every_column_is_in_the_docstring(tmp_path, engine):
-    for name in run(tmp_path / "a", engine, "--steps", "1")[0]:
-        assert name in train.__doc__
+    words = train.__doc__.split("columns of metrics.csv")[1].replace(",", " ").split()
+    assert set(run(tmp_path / "a", engine, "--steps", "1")[0]) <= set(words)
