@@ -23,7 +23,7 @@ the error without noise, in a world of V^T responses. The estimate g = sum_t w_t
     a bias      ||E_mu[g] - grad J||,          which no number of samples removes,
     a variance  E_mu||g||^2 - ||E_mu[g]||^2,   which n samples divide by n.
 
-  python 02_importance_sampling.py                           a CPU: a quarter of a minute
+  python 02_importance_sampling.py                           a CPU: half a minute
   python 02_importance_sampling.py --model Qwen/Qwen3-0.6B   a CUDA GPU: not run yet
 
 Expect no bias from sequence IS, but an E[w^2] that grows like (1 + chi^2)^T. Expect token weights
@@ -360,7 +360,7 @@ def real_world(path: str, trainer, tokenizer, seed: int, quick: bool) -> list[di
 
     add("natural: bf16 vLLM, fp32 trainer", trainer, rollout)
     add("bug: top-k 3 in the sampler only", trainer, top_k)
-    R = lesson1.varied(lesson1.rewards(lesson1.SUM, digits, rollout, tokenizer))
+    R = lesson1.rewards(lesson1.SUM, digits, rollout, tokenizer)
     ahead = copy.deepcopy(trainer)
     for step in range(1, 9):             # each is the first step of a new Adam, all on one batch
         lesson1.one_step(ahead, rollout, R, lr)

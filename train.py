@@ -111,7 +111,7 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
                 group_size=args.group_size, head=args.head or 0, rows=mine))
             mask = rollout.mask & rollout.logp_sampler.isfinite()      # others are not trained on
             if not rollout.neutral or rollout.version != version or not mask.any():
-                raise ValueError(f"step {step}: not sampled from mu at theta_s, or mu is not finite")
+                raise ValueError(f"step {step}: not sampled from mu at theta_s, or no mu is finite")
             R = lesson1.rewards(task, digits.repeat(args.group_size, 0)[mine], rollout, tokenizer)
             rollout.head_logp = torch.where(mask[..., None], rollout.head_logp, 0.0)
 
@@ -150,7 +150,7 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
         grad_norm = (grad_norm if WORLD == 1 else grad_norm.full_tensor()).item()
-        if not np.isfinite(grad_norm) and scaler.get_scale() <= 1:     # float16: else it is halved
+        if not np.isfinite(grad_norm) and scaler.get_scale() <= 1:    # float16 halves a larger scale
             raise FloatingPointError(f"step {step}: the gradient is not finite")
         optimizer.param_groups[0]["lr"] = args.lr * (1 - step / args.steps)    # falls linearly to 0
         scaler.step(optimizer)
@@ -184,7 +184,7 @@ def gather(*tensors):
 
 
 def widen(rollout):
-    """Pads the rollout to the longest response of all processes: all need as many micro-batches."""
+    """Pads the rollout to the longest response of any process: FSDP2 needs equal micro-batches."""
     T, wide = rollout.ids.shape[1], {}
     missing = int(gather(torch.tensor([T]))[0].max()) - T
     for name in ("ids", "mask", "logp_sampler", "head_ids", "head_logp", "routes"):
@@ -233,7 +233,7 @@ def conclude(args, after: dict, policy, tokenizer) -> None:
 
 # ---------------------------------------------------------------- the command line
 def parse(argv):
-    """The parser and the flags. Exits with code 2 where they make no run."""
+    """The parser and the flags as they are given: None is what depends on the model."""
     parser = argparse.ArgumentParser(prog="train.py", description=__doc__.split("\n")[0])
     add, dtypes = parser.add_argument, ["bfloat16", "float16", "float32"]
     add("--model", help="a directory or a hub name (a tiny policy; on a GPU Qwen3-0.6B)")
@@ -298,8 +298,8 @@ def prepare(args):
         lesson5.normalizes(trainer)      # no routers, or none that can be replayed
     if args.engine_dtype == "bfloat16" and args.trainer_dtype != "bfloat16" and all(
             torch.equal(x, x.bfloat16().float()) for x in trainer.parameters()):
-        print("The bfloat16 engine sees a change of a weight w once it exceeds about |w| / 256, "
-              f"the {args.trainer_dtype} trainer at once: training will drive them apart.")
+        print("A bfloat16 engine sees a change of a weight w only beyond about |w| / 256. The "
+              f"{args.trainer_dtype} trainer sees every change, so that the two will drift apart.")
     if args.lm_head_fp32:
         lesson1.lm_head_in_float32(trainer)
     state = args.out / "state.pt"
@@ -330,7 +330,7 @@ def main(argv=None, sampler=None) -> None:
             conclude(args, lesson3.held_out(policy, sampler, *held_out), policy, tokenizer)
     except BaseException as error:
         if KeyboardInterrupt in (type(error), type(error.__context__)):    # vLLM may raise over it
-            parser.exit(130, f"interrupted: go on with --resume {args.out}\n")
+            parser.exit(130, f"interrupted: --resume {args.out} goes on, if run.json is there\n")
         if isinstance(error, (OSError, ValueError, FloatingPointError, lesson1.SyncError)):
             parser.exit(2, f"train.py: error: {error}\n")
         raise

@@ -141,7 +141,8 @@ def mismatch_table(kinds=("control", "natural", "batch shape", "precision", "bug
 
 @table("mismatch-short")
 def mismatch_short() -> str:
-    rows = [row for row in load("01_mismatch")["arms"] if row["kind"] in ("control", "natural", "bug")]
+    rows = [row for row in load("01_mismatch")["arms"] if row["kind"] in ("natural", "bug")
+            or row["arm"] == "fp32 engine, fp32 trainer"]
     return markdown(["arm", "mean abs d", "k3", "mean d ± s.e."], [
         [("bug: " if row["kind"] == "bug" else "") + row["arm"], power(row["mean |d|"]), power(row["k3"]),
          f"{power(row['mean d'])} ± {power(row['s.e. of mean d'])}"] for row in rows])
@@ -269,7 +270,7 @@ def weights_table() -> str:
 
 @table("weights-short")
 def weights_short() -> str:
-    shown, rows = ("none", "token-is", "tis", "seq-is", "seq-tis", "geo", "ppo"), load("02_importance_sampling")["moments"]
+    shown, rows = ("none", "token-is", "tis", "seq-is", "seq-tis"), load("02_importance_sampling")["moments"]
     rows = {row["weight"]: row for row in rows if row["noise"] == 0.4 and row["T"] == max(r["T"] for r in rows)}
     return markdown(["`--correction`, logit noise 0.4", "bias ± worlds", "cosine", "variance", "MSE, n = 4,096"], [
         [name, f"{rows[name]['bias']:.2f} ± {rows[name]['± worlds'] or 0:.2f}", number(rows[name]["cosine"]),
@@ -688,6 +689,25 @@ def draw_train(result: dict):
         panel.legend(loc="lower right", title="grey: synced before every step")
     panels[0].set_ylabel("mean reward of a step")
     return figure
+
+
+@table("curve")
+def curve_table() -> str:
+    """train.py, synced before every step: three seeds."""
+    run = load("train")["on-policy"]
+    return markdown(["step", *run["reward"]], [
+        ["reward, mean of three seeds", *(number(r["mean"]) for r in run["reward"].values())],
+        ["lowest and highest", *(f"{r['low']:.2f}-{r['high']:.2f}" for r in run["reward"].values())],
+        ["mean abs d", *map(power, run["discrepancy"].values())]])
+
+
+@table("train")
+def train_table() -> str:
+    """train.py, synced every 16 steps: held-out accuracy at the end, three seeds."""
+    runs = {arm: run["summaries"] for arm, run in load("train").items() if arm != "seeds"}
+    return markdown(["arm", "sampled", "greedy", "syncs"], [
+        [arm, *(" ".join(number(s["after"][kind]) for s in mine) for kind in ("sampled", "greedy")),
+         " ".join(str(s["syncs"]) for s in mine)] for arm, mine in runs.items()])
 
 
 def draw_run(column, path) -> None:

@@ -290,7 +290,9 @@ def tail_04(start, sampler, tokenizer, seed: int, setting=lesson4.Setting(steps=
     for batch in lesson4.training(copy.deepcopy(start), sampler, tokenizer, setting, "tail", seed, **arm):
         pass
     mask = batch.rollout.mask
-    policy = [x.detach()[mask].double() for x in (batch.head_logp, batch.head_logp_old, batch.rollout.head_logp)]
+    order = batch.rollout.head_ids[mask].argsort(-1)                  # ties go by the vocabulary
+    policies = batch.head_logp, batch.head_logp_old, batch.rollout.head_logp
+    policy = [x.detach()[mask].gather(-1, order).double() for x in policies]
     return [*tail_errors("the policy, V = 17, four steps stale", *policy, (1, 2, 4, 8, 12, 16)),
             *tail_errors("like 1 / rank^2, V = 150,000", *peaked(150_000, 16, seed), (1, 8, 32, 128, 512, 2048))]
 

@@ -56,7 +56,7 @@ def check_refusal(f):
             except ValueError as error:
                 assert str(bad) in str(error) and "reward" in str(error)
             else:
-                pytest.fail(f"a reward {bad} gave {A.tolist()}")
+                raise AssertionError(f"a reward {bad} gave {A.tolist()}")
 
 
 def wrong_advantages(group):
@@ -119,6 +119,8 @@ def test_advantages():
 
 def test_rewards_that_are_no_numbers_are_refused():
     check_refusal(lesson2.advantages)
+    for wrong in (only_bitwise_equal, lambda R, G, k: lesson2.advantages(R.nan_to_num(0, 0, 0), G, k)):
+        rejected(check_refusal, wrong)
 
 
 def test_the_advantages_of_the_lessons_runs_are_those_of_float32():
@@ -558,6 +560,8 @@ WRONG_ESS = {
     "mean for sum": lambda x: ((2 * x.double().logsumexp(0)) - (2 * x.double()).logsumexp(0)).exp().item(),
     "differences of logs": lambda x:
         (2 * x.double().logsumexp(0) - (2 * x.double()).logsumexp(0)).exp().item() / len(x),
+    "by softmax, which rounds": lambda x: 1 / (len(x) * x.double().softmax(0).square().sum().item()),
+    "weights of 0 not counted": lambda x: lesson2.ess(x[x > -900]),
     "a tensor": lambda x: torch.tensor(lesson2.ess(x)),
 }
 
@@ -570,7 +574,7 @@ def check_ess_refuses(f):
         except ValueError as error:
             assert "effective sample size" in str(error)
         else:
-            pytest.fail(f"log-weights {bad} gave {value}")
+            raise AssertionError(f"log-weights {bad} gave {value}")
 
 
 def test_ess():
@@ -579,6 +583,10 @@ def test_ess():
 
 def test_ess_refuses():
     check_ess_refuses(lesson2.ess)
+    for wrong in (lambda x: lesson2.ess(x) if len(x) else 0.0,
+                  lambda x: lesson2.ess(x.nan_to_num(0, 0, 0)) if len(x) else lesson2.ess(x),
+                  lambda x: lesson2.ess(x) if not x.isnan().any() else math.nan):
+        rejected(check_ess_refuses, wrong)
 
 
 @pytest.mark.parametrize("name", WRONG_ESS)

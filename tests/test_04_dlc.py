@@ -544,12 +544,22 @@ def test_clip():
         rejected(check_clip, wrong)
 
 
+def check_mean_ratio(mean_ratio):
+    """exp of each token's lag, averaged over the tokens."""
+    lag, mask = torch.tensor([[math.log(2), 0.0], [-math.log(2), torch.nan]]), torch.tensor([[True, True], [True, False]])
+    assert abs(mean_ratio(lag, mask) - 3.5 / 3) < 1e-6, f"{mean_ratio(lag, mask)}, not 3.5 / 3"
+
+
+def test_mean_ratio():
+    check_mean_ratio(lesson4.mean_ratio)
+    for wrong in (lambda lag, mask: lag[mask].mean().item(), lambda lag, mask: lag[mask].mean().exp().item(), lambda lag, mask: lag.exp().mean().item(),
+                  lambda lag, mask: torch.where(mask, lag, 0.0).exp().mean().item(), lambda lag, mask: torch.where(mask, lag, 0.0).sum(1).exp().mean().item()):
+        rejected(check_mean_ratio, wrong)
+
+
 def test_blind_spot_has_an_alarm():
     lag, mask = torch.full((8, 2), -1.0), torch.ones(8, 2, dtype=torch.bool)
     assert lesson4.lag_ess(lag, mask) == pytest.approx(1) and lesson4.mean_ratio(lag, mask) == pytest.approx(math.exp(-1))
-    mask[0, 1] = False
-    lag[0, 1] = torch.nan
-    assert lesson4.mean_ratio(lag, mask) == pytest.approx(math.exp(-1))
 
 
 # ---------------------------------------------------------------- the arms

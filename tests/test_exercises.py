@@ -18,8 +18,8 @@ WRONG = {
     "ppo_keeps": [w for name, *w in tests["02"].WRONG_WEIGHTS if name in ("ppo", "minirl")],
     "split": tests["03"].WRONG_SPLIT, "cross": tests["03"].WRONG_CROSS, "norm2": tests["03"].WRONG_NORM2, "cosine": tests["03"].WRONG_COSINE,
     "slope": tests["03"].WRONG_SLOPE, "drift": tests["03"].WRONG_DRIFT,
-    "centre": tests["04"].WRONG_CENTRE, "lag_ess": tests["04"].WRONG_ESS, "dlc_loss": {**tests["04"].WRONG_LOSS, **tests["04"].WRONG_TRIGGER},
-    "ppo_rule": tests["04"].WRONG_RULE, "threshold": tests["04"].WRONG_THRESHOLD,
+    "center": tests["04"].WRONG_CENTER, "lag_ess": tests["04"].WRONG_ESS, "dlc_loss": {**tests["04"].WRONG_LOSS, **tests["04"].WRONG_TRIGGER},
+    "ppo_clipped": tests["04"].WRONG_RULE, "kl": tests["04"].WRONG_KL,
     "gates": tests["05"].WRONG_GATES, "replay": tests["05"].WRONG_REPLAY, "flips": tests["05"].WRONG_FLIPS, "beyond": tests["05"].WRONG_BEYOND, "check_routes": tests["05"].WRONG_REFUSALS,
 }
 
@@ -92,8 +92,9 @@ SHOWN = {
     "sequence-weight-without-the-last-token": lambda m: tests["02"].check_weight("seq-is", m.CORRECTIONS["seq-is"]),
     "reward-without-a-baseline": lambda m: check_baseline(m.World(0.4, 0.4, seed=1, V=3, T=4)),
     "norm-of-one-estimate": lambda m: tests["03"].check_norm2(m.norm2), "noise-drawn-anew-at-each-sync": lambda m: tests["03"].check_noise(m.parameter_noise),
-    "centre-under-the-trainer": lambda m: tests["04"].check_centre(m.centre), "clip-forgotten": lambda m: tests["04"].check_trigger_and_clip(m),
-    "ess-after-clipping": lambda m: tests["04"].check_ess(m.lag_ess), "resynchronises-above-one-half": lambda m: tests["04"].check_trigger(m.dlc_loss),
+    "center-under-the-trainer": lambda m: tests["04"].check_center(m.center), "clip-forgotten": lambda m: tests["04"].check_clip(m.clipped),
+    "ess-after-clipping": lambda m: tests["04"].check_ess(m.lag_ess), "resyncs-above-one-half": lambda m: tests["04"].check_trigger(m.dlc_loss),
+    "log-ratio-for-the-ratio": lambda m: tests["04"].check_mean_ratio(m.mean_ratio),
     "routes-one-token-late": lambda m: tests["05"].check_replay(m.replay), "gates-not-normalised": lambda m: tests["05"].check_gates(m.gates),
     "layers-swapped": lambda m: tests["05"].check_replay(m.replay), "order-of-the-experts-counts": lambda m: tests["05"].check_flips(m.flips),
 }
