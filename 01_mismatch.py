@@ -156,8 +156,8 @@ def by_probability(logp: Tensor, logp_sampler: Tensor) -> list[dict]:
 
 
 # ---------------------------------------------------------------- the arms
-SIZES = {      # prompts, response tokens, learning rate of the one step
-    "tiny": (256, 9, 1.5e-3), "cpu": (8, 16, 1e-6), "gpu": (64, 256, 1e-6)}
+SIZES = {      # prompts, response tokens, seeds of the sampling, learning rate of the one step
+    "tiny": (256, 9, 4, 1.5e-3), "cpu": (2, 12, 2, 1e-6), "gpu": (64, 256, 4, 1e-6)}
 ENGINES = [    # vLLM's settings, and what is sampled: name -> change of the sampling parameters
     ({"dtype": "float32"}, {"fp32": {}}),
     ({"dtype": "bfloat16"}, {"bf16": {}, "temperature": {"temperature": 0.7},
@@ -221,8 +221,8 @@ ARMS = [       # kind, arm, samples, d = this column - that column; "mu" is what
 # ---------------------------------------------------------------- the experiment
 def measure(path: str, fp32, tokenizer, seed: int, quick: bool) -> dict:
     """{(samples, repeat): {column: log-probs of the response tokens (n,)}}."""
-    n, max_tokens, lr = SIZES[scale(tokenizer)]
-    n, repeats = (max(2, n // 8), 2) if quick else (n, 4)
+    n, max_tokens, repeats, lr = SIZES[scale(tokenizer)]
+    n, repeats = (max(2, n // 8), 2) if quick else (n, repeats)
     digits, prompts = make_prompts(SUM, tokenizer, n, np.random.default_rng(seed))
     rollouts, columns = {}, {}
     bar = tqdm(desc="measuring", total=repeats * (len(ARMS) + 9))

@@ -87,7 +87,7 @@ def center(head_logp: Tensor, head_logp_old: Tensor, head_logp_sampler: Tensor, 
     head_logp*: (B, T, K) log-probs of the sampler's K most likely tokens under pi_theta, with its
     graph, under pi_old and under mu, normalized over the full vocabulary. K = vocabulary is exact.
     Else the other tokens, the tail, are modeled (arXiv 2609.20807, eq. 12, with a third policy):
-    then f must be bounded, and only the gradient is meant. Raises ValueError for K = 0."""
+    then f must be bounded, and only the gradient has a meaning. Raises ValueError for K = 0."""
     K, A = head_logp.shape[-1], advantage[:, None]
     if K == 0:
         raise ValueError("a center needs the sampler's most likely tokens: sample with head=K")
@@ -126,19 +126,19 @@ def mean_ratio(lag: Tensor, mask: Tensor) -> float:
 def dlc_loss(batch, f=clipped, centered: bool = True, resync_ess: float = RESYNC_ESS):
     """The loss of one of lesson 3's batches. None refuses it: sync the sampler and sample again.
     The other arguments switch the parts. Padding may be NaN. Raises ValueError as its parts do."""
-    r, lag, A, c = batch.rollout, batch.lag, batch.advantage, 0.0
+    mask, lag, A, c = batch.rollout.mask, batch.lag, batch.advantage, 0.0
     # resync: ESS(r) < 1/2, strictly, before the update
-    if lag_ess(lag, r.mask) < resync_ess:
+    if lag_ess(lag, mask) < resync_ess:
         return None
     # clip the lag, and nothing but the lag: w = f(r_a)
     w = f(lag, A)                                                                   # (B, T)
     # center the discrepancy: c = sum_v sg(q_v f(r_v)) log pi(v)
     if centered:
-        heads = batch.head_logp, batch.head_logp_old, r.head_logp                   # (B, T, K)
-        heads = (lesson2.inside(r.mask[..., None], x) for x in heads)
+        heads = batch.head_logp, batch.head_logp_old, batch.rollout.head_logp       # (B, T, K)
+        heads = (lesson2.inside(mask[..., None], x) for x in heads)
         c = center(*heads, A, batch.vocabulary, f)
     # L = -sum A (w log pi - c) / N
-    return lesson2.policy_loss(batch.logp, w, A, r.mask, int(r.mask.sum()), c)
+    return lesson2.policy_loss(batch.logp, w, A, mask, int(mask.sum()), c)
 
 
 def laws() -> list[dict]:

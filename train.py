@@ -113,9 +113,9 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
             if not rollout.neutral or rollout.version != version or not mask.any():
                 raise ValueError(f"step {step}: not sampled from mu at theta_s, or no mu is finite")
             R = lesson1.rewards(task, digits.repeat(args.group_size, 0)[mine], rollout, tokenizer)
-            rollout.head_logp = torch.where(mask[..., None], rollout.head_logp, 0.0)
 
-            # 3. log-probs: log pi - log mu = d + l
+            # 3. log-probs: log pi - log mu = d + l. Both policies have the same micro-batches:
+            #    another shape would round elsewhere, and count as lag
             rollout.routes = routes_for(args.replay, old, rollout)     # None: nothing is replayed
             logp, head_logp = logprobs(trainer, rollout, rollout.routes, head=True)
             logp_old, head_logp_old = logp, head_logp
@@ -150,7 +150,7 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
         grad_norm = (grad_norm if WORLD == 1 else grad_norm.full_tensor()).item()
-        if not np.isfinite(grad_norm) and scaler.get_scale() <= 1:    # float16 halves a larger scale
+        if not np.isfinite(grad_norm) and scaler.get_scale() <= 1:    # float16: larger ones halve
             raise FloatingPointError(f"step {step}: the gradient is not finite")
         optimizer.param_groups[0]["lr"] = args.lr * (1 - step / args.steps)    # falls linearly to 0
         scaler.step(optimizer)

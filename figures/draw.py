@@ -400,10 +400,11 @@ def draw_04(result: dict):
                  f"{name} {'-' if ratio is None else format(ratio, '.1f')}" for name, ratio in ratios)
              + "\n(floor: the on-policy run shown, another seed)")
     middle.set(xlabel="step", ylabel="mean reward of the samples", ylim=(0, 1),
-               title="The samples are the stale sampler's. In the legend:\naccuracy of the trained policy, after a last sync")
+               title="The samples are the stale sampler's. In the legend:\n"
+               "accuracy of the trained policy, after a last sync")
     right.axhline(0.5, color=GREY, linewidth=0.8)
     right.set(xlabel="step", ylabel="ESS of the responses, a share", ylim=(0, 1.13),
-              title="DLC syncs where the ESS falls below one half.\nThe others train on what is left")
+              title="DLC refuses a batch below one half (not shown)\nand syncs. The others train on what is left")
     for panel, place in ((left, "lower left"), (middle, (0.27, 0.42)), (right, (0.42, 0.42))):
         panel.legend(loc=place, fontsize=8)
     return figure
@@ -472,14 +473,15 @@ def draw_first(result: dict):
             panel.semilogy(steps, curve[1:], linewidth=0.5, alpha=0.6, **STYLE[arm])
         panel.semilogy(steps, middle, linewidth=2.2, **STYLE[arm])
         accuracy = [r["accuracy"] for r in mine]
+        shift = {"none": 10, "tis": -14, "dlc": 12, "on-policy": -14}[arm]
         panel.annotate(f"{name}\n(accuracy {min(accuracy):.2f} to {max(accuracy):.2f})", (steps[-1], middle[-1]),
-                       xytext=(8, {"none": 10, "tis": -14, "dlc": 12, "on-policy": -14}[arm]), textcoords="offset points",
-                       color=STYLE[arm]["color"], va="center", fontsize=9)
+                       xytext=(8, shift), textcoords="offset points", color=STYLE[arm]["color"], va="center",
+                       fontsize=9)
     syncs = span([r["syncs"] for r in records if r["arm"] == "dlc"])
     panel.set(xlabel="training step (thin: a seed, thick: the median of five)",
               ylabel="distance from on-policy training\nKL(on-policy || run), nats per token",
               title="A sampler synced twice in 80 steps leads training astray, importance weights or not.\n"
-              f"DLC, with {syncs} syncs, stays near it in most seeds")
+              f"DLC, with {syncs} syncs, stays near on-policy training in most seeds")
     panel.set_xlim(0, 80)
     panel.spines[["top", "right"]].set_visible(False)
     return figure
@@ -527,12 +529,14 @@ def arms_short() -> str:
 
 @table("positions")
 def positions_table() -> str:
-    """Lesson 4, early stop: KL at the first four positions and at later ones, in nats; the first step above"""
+    """Lesson 4, early stop: KL in nats at the first four positions and at later ones (mean over the seeds); and, seed by
+    seed, the step at which the token mean first exceeds .2 nats, and three of the prefixes' own floors"""
     study = import_module("study")
     shown = [*study.MAIN_04, "ppo", "seq-mis", "centering"]
     rows = [row for row in study.positions(study.main_runs(records_04(), "stop")) if row["arm"] in shown]
     short = {FRESH: "fresh", STALE: "sampler's"}
-    head = [key.replace(kind, name) for key in list(rows[0])[1:] for kind, name in short.items() if key.startswith(kind)]
+    head = [key.replace(kind, name) for key in list(rows[0])[1:]
+            for kind, name in short.items() if key.startswith(kind)]
     return markdown(["arm", *head], [[row["arm"], *(
         f"{np.mean(values):.3f}" if key.endswith(("early", "late")) else each(values)
         for key, values in list(row.items())[1:])] for row in rows])
@@ -558,20 +562,22 @@ def free_table() -> str:
 
 @table("alarms")
 def alarms_table() -> str:
-    """Lesson 4: which alarm rings before the harm, in stale runs that never resync? All arms pooled"""
+    """Lesson 4: which alarm rings before the harm (three floors), in runs without a resync? All tasks and arms pooled"""
     return markdown(
         ["alarm", "harmed runs: before the harm", "at the same step, later or never", "false alarms in quiet runs",
          "median lead, steps"],
         [[row["alarm"], row["before"], row["late"], f"{row['false']} of {row['quiet']}",
-          f"{np.median(row['leads']):.0f}" if row["leads"] else "-"] for row in import_module("study").alarms(records_04())])
+          f"{np.median(row['leads']):.0f}" if row["leads"] else "-"]
+         for row in import_module("study").alarms(records_04())])
 
 
 @table("tail")
 def tail_table() -> str:
     """Lesson 4: error of the center's gradient, from the sampler's K most likely tokens"""
     rows = load("04_study")["tail"]
-    return markdown(list(rows[0]), [[row["distributions"], row["K"], f"{row['mass of the head']:.4f}",
-                                     power(row["error, tail modeled"]), power(row["error, tail dropped"])] for row in rows])
+    return markdown(list(rows[0]), [
+        [row["distributions"], row["K"], f"{row['mass of the head']:.4f}", power(row["error, tail modeled"]),
+         power(row["error, tail dropped"])] for row in rows])
 
 
 # ---------------------------------------------------------------- lesson 5

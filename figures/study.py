@@ -375,7 +375,8 @@ def arm_rows(records: list[dict]) -> list[dict]:
     rows = []
     for arm in dict.fromkeys(r["arm"] for r in records):
         mine = [r for r in records if r["arm"] == arm]
-        rows.append({"arm": arm, "accuracy": [r["accuracy"] for r in mine], "KL / floor": [over(r, FRESH) for r in mine],
+        rows.append({"arm": arm, "accuracy": [r["accuracy"] for r in mine],
+                     "KL / floor": [over(r, FRESH) for r in mine],
                      "second half": [mean_kl(r) / floor(late) for r in late if r["arm"] == arm],
                      "on the sampler's prefixes": [over(r, STALE) for r in mine], "syncs": [r["syncs"] for r in mine],
                      "dropped tokens": float(np.mean([r["dropped tokens"] for r in mine])),

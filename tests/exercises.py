@@ -63,7 +63,7 @@ BUGS = {
         "center-under-the-trainer": ("torch.where(q > 0, q * f(", "torch.where(q > 0, pi * f("),
         "clip-forgotten": ("return lesson2.ratio(lag).clamp(max=C)", "return lesson2.ratio(lag)"),
         "ess-after-clipping": ("sequence_sum(lag, mask)[mask.any(1), 0])", "sequence_sum(lag, mask)[mask.any(1), 0].clamp(max=0.69))"),
-        "resyncs-above-one-half": ("if lag_ess(lag, r.mask) < resync_ess:", "if batch.age and lag_ess(lag, r.mask) > resync_ess:"),
+        "resyncs-above-one-half": ("if lag_ess(lag, mask) < resync_ess:", "if batch.age and lag_ess(lag, mask) > resync_ess:"),
         "log-ratio-for-the-ratio": ("return lesson2.ratio(lag[mask].double()).mean()", "return lag[mask].double().mean()"),
     },
     "05": {

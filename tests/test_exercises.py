@@ -11,8 +11,8 @@ tests = {lesson: import_module(f"test_{path.stem}") for lesson, path in exercise
 
 # the wrong versions of each function that a student writes: what its check must reject
 WRONG = {
-    "reward": tests["01"].WRONG_REWARD, "token_logp": tests["01"].WRONG_LOGP, "gap": tests["01"].WRONG_GAP, "response_logits": tests["01"].WRONG_SCORE,
-    "pack": [tests["01"].with_slot_0, tests["01"].right_padded_prompts, tests["01"].mask_without_end],
+    "token_logp": tests["01"].WRONG_LOGP, "gap": tests["01"].WRONG_GAP, "response_logits": tests["01"].WRONG_LOGPROBS,
+    "two_errors": tests["01"].WRONG_ERRORS, "lm_head_in_float32": tests["01"].WRONG_LM_HEAD, "pack": tests["01"].WRONG_PACK,
     "advantages": tests["02"].WRONG_ADVANTAGES, "policy_loss": tests["02"].WRONG_LOSS, "ess": tests["02"].WRONG_ESS,
     "tis": [w for name, *w in tests["02"].WRONG_WEIGHTS if name == "tis"], "seq_tis": [w for name, *w in tests["02"].WRONG_WEIGHTS if name == "seq-tis"],
     "ppo_keeps": [w for name, *w in tests["02"].WRONG_WEIGHTS if name in ("ppo", "minirl")],
@@ -84,7 +84,7 @@ def check_baseline(world):
 
 # what shows each bug; the others need an engine, and are shown by the numbers of the lesson's own run
 SHOWN = {
-    "scored-one-token-late": lambda m: tests["01"].check_score(m.score), "log-softmax-in-bfloat16": lambda m: tests["01"].check_token_logp(m.token_logp),
+    "scored-one-token-late": lambda m: tests["01"].check_logprobs(m.logprobs), "log-softmax-in-bfloat16": lambda m: tests["01"].check_token_logp(m.token_logp),
     "temperature-forgotten-by-the-trainer": lambda m: tests["01"].check_token_logp(m.token_logp), "sign-of-the-gap": lambda m: tests["01"].check_gap(m.gap),
     "weight-upside-down": lambda m: tests["02"].check_weight("token-is", m.CORRECTIONS["token-is"]),
     "clip-whatever-the-sign": lambda m: tests["02"].check_weight("ppo", m.CORRECTIONS["ppo"]),

@@ -600,8 +600,9 @@ def test_tokens_without_a_finite_logprob_are_counted_and_not_trained_on(tmp_path
         rollout.logp_sampler[0, 1], rollout.logp_sampler[3, 0] = float("nan"), float("-inf")
         if rollout.head_logp.shape[-1]:
             rollout.head_logp[0, 1] = float("nan")
-    for name, *flags in (("none",), ("dlc", "--head", "6"), ("seq-is",), ("snis",)):
+    for name, *flags in (("none",), ("dlc",), ("dlc", "--head", "6"), ("seq-is",), ("snis",)):
         flags = ["--correction", name, *flags, "--staleness", "1"]
+        name += str(len(flags))
         healthy = run(tmp_path / f"healthy-{name}", engine, *flags)
         with monkeypatch.context() as patch:
             changed(patch, engine, broken)
@@ -610,7 +611,7 @@ def test_tokens_without_a_finite_logprob_are_counted_and_not_trained_on(tmp_path
         assert int(rows[0]["tokens"]) == int(healthy[0]["tokens"]) - 2 and rows[0]["length"] == healthy[0]["length"]
         assert all(np.isfinite(float(v)) for row in rows for v in row.values())
         assert "not finite 2" in capsys.readouterr().out
-    model = lesson1.load_model(tmp_path / "broken-dlc" / "checkpoint-2")
+    model = lesson1.load_model(tmp_path / "broken-dlc6" / "checkpoint-2")
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
@@ -658,6 +659,15 @@ def test_float16_that_overflows_at_every_step_stops_the_run(tmp_path, engine, ti
     error = stops(capsys, tmp_path, engine, "--steps", "40", "--trainer-dtype", "float16", "--staleness", "40")
     rows = read(tmp_path / "a")
     assert "step 16: the gradient is not finite" in error and len(rows) == 16 and ratios == [0.0] * 17
+
+
+def test_float16_resumes_with_its_scale(tmp_path, engine, often, monkeypatch, capsys):
+    """Halved four times before the run is killed: the other twelve are left."""
+    monkeypatch.setitem(train.CORRECTIONS, "none", lambda logp, *rest: torch.full_like(logp, float("inf")))
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        interrupt(patch, (train, "report"), 5)
+        run(tmp_path / "a", engine, "--steps", "40", "--trainer-dtype", "float16")
+    assert "step 16: the gradient" in refused(capsys, ["--resume", tmp_path / "a"], engine)
 
 
 def test_one_overflow_in_float16_is_skipped(tmp_path, engine, monkeypatch):
