@@ -3,6 +3,7 @@
     python figures/study.py 03      the feedback loop
     python figures/study.py 04      every correction on two tasks
     python figures/study.py 05      training with router replay
+    python figures/study.py train   train.py: four arms, three seeds, for figures/train.json
 
 A study writes figures/NN_study.json after each run. Stopped and started again it goes on where it
 was: a record that is there is not made again. Delete the file after a change of the code."""
@@ -11,6 +12,7 @@ import copy
 import json
 import os
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from functools import partial
@@ -523,6 +525,50 @@ def replay_rows(records: dict) -> list[dict]:
                      "KL / floor": [mean_kl(r) / floor(runs) for r in mine],
                      "accuracy": [r["accuracy"] for r in mine]})
     return rows
+
+
+# ---------------------------------------------------------------- train.py
+TRAIN = {"on-policy": ["--staleness", "0"], "stale, none": ["--staleness", "15"],
+         "stale, tis": ["--staleness", "15", "--correction", "tis"],
+         "stale, dlc": ["--staleness", "15", "--correction", "dlc"]}
+SHOWN = 0, 5, 10, 20, 40, 60, 79        # steps of the README's table
+
+
+def run_train(sampler, arm: str, seed: int, flags=()) -> dict:
+    """One run of train.py: its summary, and some columns of its metrics.csv."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [*TRAIN[arm], "--seed", str(seed), "--out", folder, *flags]
+        import_module("train").main(argv, sampler)
+        rows = np.genfromtxt(Path(folder) / "metrics.csv", delimiter=",", names=True)
+        summary = json.loads((Path(folder) / "summary.json").read_text())
+    return {"arm": arm, "seed": seed, "summary": summary,
+            **{name: rows[name].tolist() for name in ("reward", "discrepancy", "loss", "lag")}}
+
+
+def train_json(records: list[dict]) -> dict:
+    """What figures/train.json holds."""
+    result = {"seeds": sorted({r["seed"] for r in records})}
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        mine = [r for r in records if r["arm"] == arm]
+        steps = [step for step in SHOWN if step < len(mine[0]["reward"])]
+        at = {step: [r["reward"][step] for r in mine] for step in steps}
+        result[arm] = {
+            "curves": [[round(v, 3) for v in r["reward"]] for r in mine],
+            "reward": {str(step): {"mean": round(float(np.mean(values)), 3), "low": round(min(values), 3),
+                                   "high": round(max(values), 3)} for step, values in at.items()},
+            "discrepancy": {str(step): round(float(np.mean([r["discrepancy"][step] for r in mine])), 6)
+                            for step in steps},
+            "loss": {"low": min(min(r["loss"]) for r in mine), "high": max(max(r["loss"]) for r in mine)},
+            "largest lag": max(max(r["lag"]) for r in mine), "summaries": [r["summary"] for r in mine]}
+    return result
+
+
+@study("train")
+def study_train(path: Path) -> None:
+    """The runs of the README's "Is my run normal?"."""
+    plan = {f"{arm}, seed {seed}": (arm, seed) for arm in TRAIN for seed in range(3)}
+    records = resumable(path, plan, partial(run_train, lesson1.Sampler(lesson1.policy())))
+    lesson1.save(train_json([*records.values()]), path.with_name("train.json"))
 
 
 def main(argv=None) -> None:

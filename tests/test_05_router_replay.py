@@ -894,7 +894,7 @@ def test_jump_finds_a_jump_and_replay_takes_it_away(mixture_trainer, mixture_eng
         for parameter in near.model.embed_tokens.parameters():
             parameter.add_(1e-7)
     none = lesson5.jump(mixture_trainer, near, rollout[:2], points=3)
-    assert none["flips at"] == [] and none["jump"] < 1e-8 and np.isnan(none["step at a flip"]) and none["elsewhere"] > 0
+    assert none["flips at"] == [] and none["jump"] < 1e-6 and np.isnan(none["step at a flip"]) and none["elsewhere"] > 0
 
 
 def test_jump_reports_what_it_replayed(mixture_trainer, mixture_engine, tokenizer):

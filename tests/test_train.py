@@ -958,3 +958,17 @@ def test_a_quick_try_does_not_block_the_real_run(tmp_path, engine16, tiny, monke
 def test_every_column_is_in_the_docstring(tmp_path, engine):
     words = train.__doc__.split("columns of metrics.csv")[1].replace(",", " ").split()
     assert set(run(tmp_path / "a", engine, "--steps", "1")[0]) <= set(words)
+
+
+def test_the_study_makes_what_the_readme_shows(engine16, capsys):
+    """Two arms of two steps: the JSON of figures/train.json, from which its picture and its tables are made."""
+    study = import_module("figures.study")
+    records = [study.run_train(engine16, arm, seed, ["--prompts", "4", "--steps", "2"])
+               for arm in ("on-policy", "stale, tis") for seed in (0, 1)]
+    made, kept = study.train_json(records), json.loads((lesson1.ROOT / "figures" / "train.json").read_text())
+    assert made["seeds"] == [0, 1] and made.keys() <= kept.keys()
+    for arm in ("on-policy", "stale, tis"):
+        assert made[arm].keys() == kept[arm].keys() and len(made[arm]["curves"]) == 2
+        assert made[arm]["reward"]["0"]["low"] <= made[arm]["reward"]["0"]["mean"] <= made[arm]["reward"]["0"]["high"]
+        assert all(summary["after"].keys() == {"sampled", "greedy"} for summary in made[arm]["summaries"])
+    assert made["on-policy"]["largest lag"] == 0 < made["stale, tis"]["largest lag"]
