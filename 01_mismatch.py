@@ -338,8 +338,8 @@ MAX_MODEL_LEN = 2048                # tokens of prompt and response together
 LOGITS_AT_ONCE = 2**26              # float32 logits in a micro-batch: 256 MiB
 CANARY = {                          # what a sync may leave: nats, + times what rounding explains
     "median over a text": (1e-4, 4),
-    "worst of a text": (1e-3, 5),
-    "worst of the vocabulary": (1e-3, 10)}
+    "worst of a text": (1e-2, 5),
+    "worst of the vocabulary": (2e-3, 10)}
 CHARACTERS = "0123456789=.abcd_"    # the tiny policy's tokens: "." ends a response, "_" pads
 EQUALS, END, PAD = (CHARACTERS.index(c) for c in "=._")
 ARCHITECTURE = dict(                # a Qwen3 of 100k parameters; vLLM on a CPU needs head_dim >= 32
