@@ -35,7 +35,7 @@ from importlib import import_module
 
 import numpy as np
 
-lesson1 = import_module("01_mismatch")   # before torch: it hides what would break torch's imports
+lesson1 = import_module("01_mismatch")   # before torch: it sets up torch's environment
 import torch
 from torch import Tensor
 

@@ -31,7 +31,7 @@ from importlib import import_module
 
 import numpy as np
 
-lesson1 = import_module("01_mismatch")   # before torch: it hides the broken packages around it
+lesson1 = import_module("01_mismatch")   # before torch: it sets up torch's environment
 lesson2 = import_module("02_importance_sampling")
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period:
          prompts: int = 32, group_size: int = 8, max_tokens: int | None = None,
          advantage: str = "std", head: int = 0, perturb=None, decay: bool = True,
          logprobs=lambda model, rollout, old, grad: lesson1.logprobs(model, rollout, True, grad)):
-    """The loop of train.py as a generator: yields each step's Batch, then updates on loss(batch).
+    """A loop like train.py's: yields each step's Batch, then updates the trainer on loss(batch).
     A sync comes when the sampler's weights are `period` steps old, or when the loss is None: such a
     batch is dropped and sampled once more. perturb(state) changes what the engine is sent.
     logprobs(model, rollout, old, grad) evaluates the trainer, then `old`, the trainer at theta_s.

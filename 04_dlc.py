@@ -3,13 +3,13 @@
 Lesson 3 split a token's error into the engine's discrepancy d and the lag l of the sampler's old
 weights. The Discrepancy-Lag Correction (DLC) has a remedy for each:
 
-  center   The discrepancy is small, but it pulls the same way at every step. Subtract its pull.
-  clip     The lag ratio r = pi_theta / pi_old is the right weight, but it spreads with every
+  center   The discrepancy's drift (lesson 3) is small, but it keeps its direction. Subtract it.
+  clip     The lag ratio r = pi_theta / pi_theta_s corrects its token, but it spreads with every
            update. Cap it: f(r) = min(r, C).
   resync   Once few responses carry all the weight, no cap helps. If the effective sample size of
            the responses, (sum r)^2 / (n sum r^2), is below 1/2: sync, drop the batch, sample again.
 
-With q = mu(. | prefix), the loss per token is
+With q = mu(. | prefix) and a the sampled token, the loss per token is
 
     L = -A [ sg(f(r_a)) log pi(a)  -  sum_v sg(q_v f(r_v)) log pi(v) ]     sg: a constant
              clip the lag             center: the mean of the first term under the engine
@@ -20,14 +20,14 @@ of 2 and the ESS of whole responses are our choices; figures/RESULTS.md compares
 
 How good is a correction? Train with it and a stale sampler, train on-policy, and compare the two
 policies: KL(on-policy || run), exact over the vocabulary, on fresh on-policy responses, averaged
-over checkpoints. Another on-policy run gives the floor. DLC claims at most twice the floor.
+over checkpoints. Another on-policy run gives the floor. The paper claims at most twice the floor.
 
   python 04_dlc.py                           a CPU: on-policy, none, TIS and DLC in 3 minutes
   python 04_dlc.py --model Qwen/Qwen3-0.6B   a CUDA GPU, 24 GB (not run yet)
   python figures/study.py 04                 twelve arms, two tasks, 3 to 5 seeds: 75 minutes
 
-Expect 33 floors without a correction, 12 with TIS, and 1.1 with DLC, which syncs 4 times in 80
-steps; 0.9 to 4.7 over five seeds. Exercises: tests/EXERCISES.md.
+Expect 33 times the floor without a correction, 12 with TIS, and 1.1 with DLC (0.9 to 4.7 over five
+seeds), which syncs 4 times in 80 steps. Exercises: tests/EXERCISES.md.
 """
 import copy
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from importlib import import_module
 
 import numpy as np
 
-lesson1 = import_module("01_mismatch")   # before torch: it hides what would break torch's imports
+lesson1 = import_module("01_mismatch")   # before torch: it sets up torch's environment
 lesson2 = import_module("02_importance_sampling")
 lesson3 = import_module("03_decompose")
 import torch

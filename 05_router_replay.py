@@ -1,7 +1,7 @@
-"""Lesson 5: why is a mixture of experts worse, and what does replaying the router change?
+"""Lesson 5: why is a mixture's gap larger, and what does replaying the router change?
 
 In a dense policy a small numerical difference stays small. In a mixture of experts each layer's
-router picks k of E experts for a token, and a pick changes all or nothing: where two experts are
+router picks k of E experts for a token, and no pick changes gradually: where two experts are
 nearly tied, rounding decides, and the token goes through other matrices in the engine than in the
 trainer. Router replay (R3, arXiv 2510.11370) takes the sampler's picks into the trainer:
 
@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-lesson1 = import_module("01_mismatch")   # before torch: it hides broken packages around it
+lesson1 = import_module("01_mismatch")   # before torch: it sets up torch's environment
 lesson3 = import_module("03_decompose")
 import torch
 from torch import Tensor

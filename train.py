@@ -11,12 +11,12 @@ One step, in the order of the loop in `train`:
   5. weigh      advantage A within each group, weight w and center c of --correction   (2 and 4)
   6. update     L = -sum A (w log pi - c) / N, gradient norm clipped to 1, one AdamW step
 
-This is GRPO (arXiv 2402.03300) without its KL penalty, and with one update per batch.
+This is GRPO (arXiv 2402.03300) with a mean over tokens, no KL penalty, and one update per batch.
 
   python train.py                                    the tiny policy on a CPU, about 40 s
   python train.py --staleness 63                     a stale sampler: training goes astray
   python train.py --staleness 63 --correction dlc    the same, corrected
-  python train.py --resume runs/dlc-s63-seed0        goes on where that run was stopped
+  python train.py --resume runs/dlc-s63-seed0        goes on from that run's last state.pt
   torchrun --nproc-per-node 2 train.py               several processes: FSDP2, a sampler each
   python train.py --model Qwen/Qwen3-0.6B            a CUDA GPU of 24 GB (not run yet)
 
@@ -51,7 +51,7 @@ if WORLD > 1:   # torchrun: each process is to see one GPU, its own, since vLLM 
         raise SystemExit(f"train.py: more processes than GPUs, of which there are {len(gpus)}")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"]) % len(gpus)]
 
-lesson1 = import_module("01_mismatch")   # before torch: it hides broken packages around it
+lesson1 = import_module("01_mismatch")   # before torch: it sets up torch's environment
 lesson2 = import_module("02_importance_sampling")
 lesson3 = import_module("03_decompose")
 lesson4 = import_module("04_dlc")

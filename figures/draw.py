@@ -614,7 +614,9 @@ def draw_05(result: dict):
         middle.bar([k + (i - 1.5) * 0.2 for k, _ in bars], [row["k3"] for _, row in bars], 0.18,
                    yerr=spread, capsize=2, edgecolor="k", **style)
     before, after = (rows[situations[0], "MoE", kind]["k3"] for kind in ("none", "r3"))
-    middle.set(yscale="log", ylabel="k3, nats per token (mean, ± over seeds)",
+    if any(row["k3"] for row in result["gap"]):
+        middle.set_yscale("log")
+    middle.set(ylabel="k3, nats per token (mean, ± over seeds)",
                title=(f"Replay (R3) divides the natural k3 by {before / after:.1f}" if before > after > 0 else
                       "Replay (R3) does not lower the natural k3") + "\n(R2 is drawn where there is a lag)")
     middle.legend(fontsize=8, loc="upper left")

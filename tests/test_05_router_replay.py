@@ -18,7 +18,7 @@ SUM = lesson1.SUM
 
 # ---------------------------------------------------------------- gates
 def check_gates(gates):
-    """VeOmni#719: logits [2, 1, 0, -1], softmax [.6439, .2369, .0871, .0321]; and a gradient for every expert's logit."""
+    """VeOmni#719: logits [2, 1, 0, -1], softmax [.6439, .2369, .0871, .0321]; and whose logits get a gradient."""
     logits, picks = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 0.0, 3.0]]), torch.tensor([[0, 2], [3, 1]])
     normalized, raw = gates(logits, picks, True), gates(logits, picks, False)
     close = lambda a, b: torch.allclose(a, torch.tensor(b), atol=1e-4)
@@ -151,7 +151,8 @@ def test_any_other_router_is_refused_by_name(kind):
     """F1: own picks would change its log-probs."""
     config, message = OTHERS[kind]
     model, rollout = random_model(kind, config), rollout_of()
-    for call in (lesson5.normalizes, lambda m: lesson5.own_routes(m, rollout), lambda m: lesson5.routes_for("r2", m, rollout),
+    for call in (lesson5.normalizes, lambda m: lesson5.own_routes(m, rollout),
+                 lambda m: lesson5.routes_for("r2", m, rollout),
                  lambda m: lesson5.logprobs(m, rollout, torch.zeros(4, 18, 2, 2, dtype=torch.long)),
                  lambda m: lesson5.routes_for("r3", m, rollout)):
         with pytest.raises(ValueError, match=message) as error:
@@ -236,8 +237,9 @@ def rollout_of(lengths=((9, 9), (6, 5), (9, 1), (4, 9)), seed=0):
     mask = torch.tensor([[i < t for i in range(T)] for _, t in lengths])
     ids = lambda n: torch.from_numpy(rng.integers(0, 10, (B, n)))
     return lesson1.Rollout(
-        ids(P) * prompt_mask, prompt_mask, ids(T) * mask, mask, torch.zeros(B, T), torch.zeros(B, T, 0, dtype=torch.long),
-        torch.zeros(B, T, 0), torch.ones(B, dtype=torch.bool), temperature=1.0, neutral=True, version=1)
+        ids(P) * prompt_mask, prompt_mask, ids(T) * mask, mask, torch.zeros(B, T),
+        torch.zeros(B, T, 0, dtype=torch.long), torch.zeros(B, T, 0), torch.ones(B, dtype=torch.bool),
+        temperature=1.0, neutral=True, version=1)
 
 
 def check_replay(replay):
@@ -251,12 +253,14 @@ def check_replay(replay):
             with replay(m, picks):
                 return lesson1.logprobs(m, rollout)
         assert torch.allclose(replayed(routes), plain, atol=1e-6), "own picks change nothing"
-        assert torch.allclose(replayed(routes.flip(-1)), plain, atol=1e-6), "the order of a pick's experts does not matter"
-        # one other expert at one place changes that row's tokens from there on, and no others
+        assert torch.allclose(replayed(routes.flip(-1)), plain, atol=1e-6), "the order in a pick does not matter"
+        # one other expert at one place changes that row's tokens from there on, and no others; row 1: 6 of 9 prompt
+        # places, 5 tokens
         other = routes.clone()
-        other[1, 11, 1, 0] = next(e for e in range(8) if e not in routes[1, 11, 1])    # row 1: 6 of 9 prompt places, 5 tokens
+        other[1, 11, 1, 0] = next(e for e in range(8) if e not in routes[1, 11, 1])
         changed = (replayed(other) - plain).abs() > 1e-5
-        assert changed[1, 3:5].all() and not changed[1, :3].any() and not changed[[0, 2, 3]].any(), "other picks, other experts"
+        assert changed[1, 3:5].all(), "other picks, other experts"
+        assert not changed[1, :3].any() and not changed[[0, 2, 3]].any(), "other tokens' picks are changed too"
         # padding routes nobody; other sizes of the experts' batches round elsewhere
         padding = ~torch.cat([rollout.prompt_mask, rollout.mask], 1)
         at_7 = torch.where(padding[..., None, None], 7, routes)
@@ -287,7 +291,8 @@ def check_replay(replay):
     assert dtypes == [torch.bfloat16], "gates in the dtype of the router's own"
 
 
-def replayed(model, routes, gates=None, change=lambda routes: routes, layer_of=lambda layer: layer, checked=True, cast=True):
+def replayed(model, routes, gates=None, change=lambda routes: routes, layer_of=lambda layer: layer, checked=True,
+             cast=True):
     """Hooks of a replay with one thing wrong."""
     if checked:
         lesson5.check_routes(model, routes)
@@ -364,8 +369,8 @@ def test_replay_rejects(name):
 
 
 def check_router_gradient(replay):
-    """One layer, one prompt token, one response token, so that one pick decides: a trainer that prefers {a, b}, replayed
-    with {a, c}, uses expert c, and c's row of the router learns."""
+    """One layer, one prompt token, one response token, so that one pick decides: a trainer that prefers {a, b},
+    replayed with {a, c}, uses expert c, and c's row of the router learns."""
     model, rollout = small_mixture(num_experts=4, num_hidden_layers=1), rollout_of(((1, 1),))
     wider = small_mixture(num_experts=4, num_hidden_layers=1, num_experts_per_tok=3)
     a, b, c = lesson5.own_routes(wider, rollout)[0, 0, 0].tolist()
@@ -447,8 +452,10 @@ def check_gradient_in_parts(logprobs, monkeypatch):
 
 
 def in_parts(run):
-    return lambda model, rollout, routes, grad: torch.cat([run(model, rollout[i:i + 1], routes[i:i + 1]) for i in range(4)]
-                                                          if lesson1.LOGITS_AT_ONCE == 1 else [run(model, rollout, routes)])
+    def logprobs(model, rollout, routes, grad):
+        parts = [slice(i, i + 1) for i in range(4)] if lesson1.LOGITS_AT_ONCE == 1 else [slice(None)]
+        return torch.cat([run(model, rollout[rows], routes[rows]) for rows in parts])
+    return logprobs
 
 
 def replayed_around_the_checkpoint(model, rollout, routes):
@@ -485,10 +492,12 @@ def test_gradient_in_parts_rejects(name, monkeypatch):
 
 
 @pytest.mark.parametrize("change, message", [
-    (lambda r: None, "no routes"), (lambda r: r[:, :, :2], "3 layers"), (lambda r: r[..., :1], "2 experts"), (lambda r: r[0], "int64"),
-    (lambda r: r + 1, "row 0, input token 0, layer 0: .* of 8 experts"), (lambda r: r - 1, "row 0, input token 0, layer 0"),
-    (lambda r: r.to(torch.uint8), "int64"), (lambda r: r[:, :-1].contiguous(), "input tokens"), (lambda r: r[:3], "input tokens")],
-    ids=["none", "a layer missing", "an expert missing", "no batch", "too large", "negative", "uint8", "too short", "a row missing"])
+    (lambda r: None, "no routes"), (lambda r: r[:, :, :2], "3 layers"), (lambda r: r[..., :1], "2 experts"),
+    (lambda r: r[0], "int64"), (lambda r: r + 1, "row 0, input token 0, layer 0: .* of 8 experts"),
+    (lambda r: r - 1, "row 0, input token 0, layer 0"), (lambda r: r.to(torch.uint8), "int64"),
+    (lambda r: r[:, :-1].contiguous(), "input tokens"), (lambda r: r[:3], "input tokens")],
+    ids=["none", "a layer missing", "an expert missing", "no batch", "too large", "negative", "uint8", "too short",
+         "a row missing"])
 def test_bad_routes_are_refused(change, message):
     model, rollout = small_mixture(), rollout_of()
     routes = lesson5.own_routes(model, rollout)
@@ -520,7 +529,7 @@ def check_refusals(check_routes):
         try:
             check_routes(m, wrong, where)
         except ValueError as error:
-            if where is not None and len(str(error)):
+            if where is not None:
                 row = "row 1, input token 5" if wrong is twice_the_same else "row 0, input token 0"
                 assert row in str(error), "the message names the row"
             continue
@@ -552,7 +561,9 @@ def refuses_only(*kinds):
 
 KINDS = {"missing", "shape", "range", "dtype", "twice"}
 WRONG_REFUSALS = {**{f"not {name}": refuses_only(*(KINDS - {name})) for name in sorted(KINDS)},
-                  "sizes hard-coded": refuses_only(*KINDS, "hard-coded"), "padding judged": refuses_only(*KINDS, "everywhere")}
+                  "sizes hard-coded": refuses_only(*KINDS, "hard-coded"),
+                  "row not named": refuses_only(*KINDS, "unnamed"),
+                  "padding judged": refuses_only(*KINDS, "everywhere")}
 
 
 def test_refusals():
@@ -585,8 +596,8 @@ def test_an_engines_broken_routes_are_refused_with_their_row():
     routes = torch.where(routed[..., None, None], lesson5.own_routes(model, rollout), 0)
     whole = lesson1.replace(rollout, routes=routes)
     assert lesson5.routes_for("r3", model, whole) is routes
-    for value, message in ((0, r"row 2, input token 8, layer 1: the picks \[0, 0\]"), (-1, "row 2, input token 8, layer 1"),
-                           (8, "row 2, input token 8, layer 1")):
+    for value in (0, -1, 8):
+        message = rf"row 2, input token 8, layer 1: the picks \[{value}, {value}\]"
         broken = routes.clone()
         broken[2, 8, 1] = value
         with pytest.raises(ValueError, match=message):
@@ -641,8 +652,9 @@ def test_flips_rejects(name):
 def test_flip_row():
     d = torch.tensor([3.0, 4.0, 0.5, -0.5])
     row = lesson5.flip_row(d, torch.tensor([[0, 1], [2, 1], [0, 0], [0, 0]]))
-    assert row == {"picks that flip": 3 / 8, "by layer": [0.25, 0.5], "experts per token": 1.0, "tokens with a flip": 0.5,
-                   "if layers are independent": 1 - 0.75 * 0.5, "rms d: no flip": 0.5, "rms d: flip": 12.5**0.5}
+    assert row == {"picks that flip": 3 / 8, "by layer": [0.25, 0.5], "experts per token": 1.0,
+                   "tokens with a flip": 0.5, "if layers are independent": 1 - 0.75 * 0.5,
+                   "rms d: no flip": 0.5, "rms d: flip": 12.5**0.5}
 
 
 def test_gap_row():
@@ -683,8 +695,9 @@ def test_beyond_rejects(name):
 # ---------------------------------------------------------------- what the numbers say
 def natural(live, replayed, flip=0.005):
     """The two rows that the verdict reads, from k3 by seed."""
-    rows = [{"policy": "MoE", "situation": "natural, fp32 trainer", "replay": kind, "picks that flip": flip, "k3": float(np.mean(k3)),
-             "k3 ±": float(np.std(k3, ddof=1)), "k3 by seed": k3} for kind, k3 in (("none", live), ("r3", replayed))]
+    rows = [{"policy": "MoE", "situation": "natural, fp32 trainer", "replay": kind, "picks that flip": flip,
+             "k3": float(np.mean(k3)), "k3 ±": float(np.std(k3, ddof=1)), "k3 by seed": k3}
+            for kind, k3 in (("none", live), ("r3", replayed))]
     return [{"policy": "dense", "situation": "natural, fp32 trainer", "replay": "none"}, *rows,
             {"policy": "MoE", "situation": "one step stale", "replay": "none"}]
 
@@ -692,7 +705,7 @@ def natural(live, replayed, flip=0.005):
 def check_verdict(verdict):
     """F6: it follows the numbers, also where they are contrary."""
     helps = verdict(natural([4e-5, 8e-5], [2e-5, 2e-5]))
-    assert "0.50% of the picks flip" in helps and "67%" in helps and "(50% to 75% by seed)" in helps and "removes" in helps
+    assert all(x in helps for x in ("0.50% of the picks flip", "67%", "(50% to 75% by seed)", "removes"))
     for contrary in (([4e-5, 8e-5], [2e-5, 9e-5]), ([2e-5, 2e-5], [5e-4, 7e-4]), ([3e-5, 3e-5], [3e-5, 2e-5])):
         says = verdict(natural(*contrary))
         assert "does not lower" in says and "-" not in says and "removes" not in says
@@ -701,7 +714,8 @@ def check_verdict(verdict):
 
 
 def share_alone(rows):
-    return f"{rows[1]['picks that flip']:.2%} of the picks flip, {1 - rows[2]['k3'] / rows[1]['k3']:.0%}: replay removes them."
+    share = 1 - rows[2]["k3"] / rows[1]["k3"]
+    return f"{rows[1]['picks that flip']:.2%} of the picks flip, {share:.0%}: replay removes them."
 
 
 def by_the_mean(rows):
@@ -711,7 +725,8 @@ def by_the_mean(rows):
 
 
 WRONG_VERDICT = {"whatever was measured": share_alone, "by the mean alone": by_the_mean,
-                 "never helps": lambda rows: "does not lower", "always the same": lambda rows: lesson5.verdict(natural([4e-5, 8e-5], [2e-5, 2e-5]))}
+                 "never helps": lambda rows: "does not lower",
+                 "always the same": lambda rows: lesson5.verdict(natural([4e-5, 8e-5], [2e-5, 2e-5]))}
 
 
 def test_verdict():
@@ -725,7 +740,6 @@ def test_verdict_rejects(name):
 
 def test_the_picture_is_drawn_whatever_was_measured(tmp_path):
     """C2: no flip anywhere, no gap after replay, null where there was no token."""
-    path = tmp_path / "05_router_replay.json"
     whole = draw.load("05_router_replay")
     for change in ("as it is", "no flips", "no gap", "replay hurts"):
         result = copy.deepcopy(whole)
@@ -738,12 +752,11 @@ def test_the_picture_is_drawn_whatever_was_measured(tmp_path):
                 row["k3"] *= 100
         if change == "no flips":
             result["jump"] |= {"flips at": [], "step at a flip": None}
-        path.write_text(json.dumps(result))
-        draw.draw(path)
-        assert (tmp_path / "05_router_replay.png").stat().st_size > 10_000
         figure = draw.draw_05(result)
         titles = " ".join(axes.get_title() for axes in figure.axes)
-        assert ("does not lower" in titles) == (change in ("no gap", "replay hurts")) and ("no pick flips" in titles) == (change == "no flips")
+        assert ("does not lower" in titles) == (change in ("no gap", "replay hurts"))
+        assert ("no pick flips" in titles) == (change == "no flips")
+        figure.savefig(tmp_path / "picture.png")
         draw.plt.close(figure)
 
 
@@ -770,8 +783,9 @@ def test_recorded_routes_are_those_of_the_tokens(mixture_trainer, mixture_engine
     assert share(rollout.routes) < 0.01
     assert all(share(rollout.routes.roll(*by)) > 0.1 for by in ((1, 1), (-1, 1), (1, 2)))
     # replayed, the gap stays what fp32 makes it; the same routes one place off open it
-    d = lambda routes: (lesson5.logprobs(mixture_trainer, rollout, routes) - rollout.logp_sampler)[rollout.mask].abs().mean()
-    assert d(rollout.routes) < 1e-5 and d(rollout.routes.roll(1, 1)) > 1e-2
+    for routes, low, high in ((rollout.routes, 0, 1e-5), (rollout.routes.roll(1, 1), 1e-2, 10)):
+        d = (lesson5.logprobs(mixture_trainer, rollout, routes) - rollout.logp_sampler)[rollout.mask]
+        assert low <= d.abs().mean() < high
     assert torch.equal(rollout[3:5].routes, rollout.routes[3:5])
     assert lesson5.routes_for("r3", mixture_trainer, rollout) is rollout.routes
 
@@ -834,9 +848,14 @@ def placed(start=lambda P, p: P - p, dtype=np.int64, strict=True, drop=False):
     return pack
 
 
-WRONG_PACK = {"routes ignored": lambda *args: lesson1.replace(lesson1.pack(*args), routes=torch.zeros(2, 5, 1, 2, dtype=torch.long)),
-              "left-aligned": placed(start=lambda P, p: 0), "one token late": placed(start=lambda P, p: P - p + 1),
-              "uint8": placed(dtype=np.uint8), "not counted": placed(strict=False), "the rest dropped": placed(drop=True)}
+def without_routes(*args):
+    return lesson1.replace(lesson1.pack(*args), routes=torch.zeros(2, 5, 1, 2, dtype=torch.long))
+
+
+WRONG_PACK = {
+    "routes ignored": without_routes, "left-aligned": placed(start=lambda P, p: 0),
+    "one token late": placed(start=lambda P, p: P - p + 1), "uint8": placed(dtype=np.uint8),
+    "not counted": placed(strict=False), "the rest dropped": placed(drop=True)}
 
 
 def test_pack_places_routes_beside_their_tokens_and_counts_them():
@@ -850,7 +869,7 @@ def test_pack_rejects(name):
 
 
 def test_r2_and_r3_replay_what_they_say(mixture_trainer, mixture_engine, tokenizer):
-    """After a step: R2's picks are the old weights', R3's the engine's; and what the loop of lesson 3 computes with them."""
+    """After a step: R2's picks are the old weights', R3's the engine's; and what lesson 3's loop computes with them."""
     _, prompts = lesson1.make_prompts(SUM, tokenizer, 8, np.random.default_rng(0))
     old = copy.deepcopy(mixture_trainer)
     mixture_engine.sync(old)
@@ -868,7 +887,8 @@ def test_r2_and_r3_replay_what_they_say(mixture_trainer, mixture_engine, tokeniz
     for kind, routes in (("none", None), ("r2", old_routes), ("r3", broken.routes)):
         broken.routes[:, -1] = torch.tensor([0, 1])
         both = study.with_replay(kind)
-        assert torch.equal(both(mixture_trainer, broken, old, False)[0], lesson5.logprobs(mixture_trainer, rollout, routes))
+        at_theta = lesson5.logprobs(mixture_trainer, rollout, routes)
+        assert torch.equal(both(mixture_trainer, broken, old, False)[0], at_theta)
         at_old = lesson5.logprobs(old, rollout, broken.routes) if kind == "r3" else old_live
         assert torch.equal(both(old, broken, old, False)[0], at_old)
     assert (lesson5.logprobs(mixture_trainer, rollout, old_routes) - live).abs().max() > 1e-2
@@ -898,7 +918,7 @@ def test_jump_finds_a_jump_and_replay_takes_it_away(mixture_trainer, mixture_eng
 
 
 def test_jump_reports_what_it_replayed(mixture_trainer, mixture_engine, tokenizer):
-    """On few points: the replayed curve starts with the live one and leaves it; picks flip where it says, and nowhere else."""
+    """On few points: the replayed curve starts with the live one and leaves it; picks flip where it says."""
     rollout, ahead = stepped(mixture_trainer, mixture_engine, tokenizer, 8)
     result = lesson5.jump(mixture_trainer, ahead, rollout, points=6)
     model = copy.deepcopy(mixture_trainer).double()
@@ -921,36 +941,41 @@ def test_jump_reports_what_it_replayed(mixture_trainer, mixture_engine, tokenize
     assert result["elsewhere"] == pytest.approx(steps[~flipped].mean().item(), rel=1e-6)
     assert result["step at a flip"] == pytest.approx(steps[flipped].mean().item(), rel=1e-6)
     assert result["replayed"] == pytest.approx(fixed.diff(dim=0).abs().mean().item(), rel=1e-6)
-    assert (result["largest"], result["flips per token"]) == pytest.approx((steps.max().item(), flipped.sum(0).double().mean().item()))
+    assert result["largest"] == pytest.approx(steps.max().item())
+    assert result["flips per token"] == pytest.approx(flipped.sum(0).double().mean().item())
 
 
 def test_one_policy_measures_each_situation_with_its_own_weights(mixture, mixture_trainer, mixture_engine, tokenizer):
-    """On the fp32 engine: natural agrees to rounding, the noise is gone when the next repeat begins, R2 stands where there
-    is a lag and replays the weights before the step; the trainer is left as it was."""
+    """On the fp32 engine: natural agrees to rounding, the noise is gone when the next repeat begins, R2 stands where
+    there is a lag and replays the weights before the step; the trainer is left as it was."""
     before = [p.clone() for p in mixture_trainer.parameters()]
     rows = lesson5.one_policy(mixture, mixture_trainer, mixture_engine, tokenizer, 0, True)
     rows = {(r["situation"], r["replay"]): r for r in rows}
     both = "natural, fp32 trainer", "natural, bf16 trainer", "parameter noise 2%"
-    assert set(rows) == {(s, k) for s in both for k in ("none", "r3")} | {("one step stale", k) for k in ("none", "r2", "r3")}
+    stale = {("one step stale", kind) for kind in ("none", "r2", "r3")}
+    assert set(rows) == {(s, kind) for s in both for kind in ("none", "r3")} | stale
     exact, rounded, noise = (rows[s, "none"] for s in both)
     assert exact["mean |d|"] < 1e-5 and 1e-3 < rounded["mean |d|"] < noise["mean |d|"] < 5e-2
     assert exact["picks that flip"] < 1e-3 < rounded["picks that flip"]
     stale = {k: rows["one step stale", k] for k in ("none", "r2", "r3")}
-    assert stale["r2"]["k3"] == pytest.approx(stale["r3"]["k3"], rel=1e-2)      # an fp32 engine picks as the old weights do
+    # an fp32 engine picks as the old weights do
+    assert stale["r2"]["k3"] == pytest.approx(stale["r3"]["k3"], rel=1e-2)
     assert stale["r2"]["k3"] != stale["none"]["k3"] and stale["none"]["rms d: flip"] > stale["none"]["rms d: no flip"]
     assert all(torch.equal(a, b) for a, b in zip(before, mixture_trainer.parameters()))
 
 
 # ---------------------------------------------------------------- the study
 def test_gradients_replay_what_they_say(mixture_trainer, mixture_engine, tokenizer, monkeypatch):
-    """R2 is the live gradient at the sync and not later; with nothing replayed both are the live one, of its own size."""
+    """R2 is the live gradient at the sync and not later; cosine and size are those of each kind's own gradient."""
     rows = study.gradients(mixture_trainer, mixture_engine, tokenizer, 0, steps=5)
     assert [row["steps after a sync"] for row in rows] == [0, 1, 4]
     assert rows[0]["r2: cosine"] == pytest.approx(1, abs=1e-6) and rows[0]["r2: size"] == pytest.approx(1, abs=1e-5)
-    assert all(row["r2: cosine"] < 0.999 and row["r2: cosine"] == pytest.approx(row["r3: cosine"], abs=2e-2) for row in rows[1:])
+    for row in rows[1:]:
+        assert row["r2: cosine"] < 0.999 and row["r2: cosine"] == pytest.approx(row["r3: cosine"], abs=2e-2)
     logprobs, sizes = lesson5.logprobs, {None: 1, "r2": 2, "r3": 3}
     monkeypatch.setattr(lesson5, "routes_for", lambda kind, *args: None if kind == "none" else kind)
-    monkeypatch.setattr(lesson5, "logprobs", lambda model, rollout, routes, grad: logprobs(model, rollout, grad=grad) * sizes[routes])
+    monkeypatch.setattr(lesson5, "logprobs", lambda model, rollout, routes, grad:
+                        logprobs(model, rollout, grad=grad) * sizes[routes])
     row, = study.gradients(mixture_trainer, mixture_engine, tokenizer, 0, steps=1)
     assert [row["r2: cosine"], row["r3: cosine"], row["r2: size"], row["r3: size"]] == pytest.approx([1, 1, 2, 3])
 
@@ -959,13 +984,13 @@ def test_the_study_trains_with_what_it_names(monkeypatch):
     """Arm, seed, period, weight and log-probs of every run."""
     calls, weights = [], lesson2.CORRECTIONS
     monkeypatch.setattr(study, "run_04", lambda start, sampler, tokenizer, reference, setting, arm, seed, **changes:
-                        calls.append((setting, arm, seed, changes["period"], changes["logprobs"], changes["loss"])) or {})
+                        calls.append((setting, arm, seed, *changes.values())) or {})
     monkeypatch.setattr(study, "with_replay", lambda kind: kind)
     monkeypatch.setattr(lesson3, "weighted", lambda correct: correct)
     records = {key: study.run_05(None, None, None, {}, *arguments) for key, arguments in study.plan_05().items()}
     assert len(records) == 30 and study.SETTINGS["replay"] == lesson4.Setting(steps=60, period=60, every=4)
-    assert calls == [("replay", "on-policy", seed, 1, "none", weights["none"]) for seed in range(3)] + [
-        ("replay", "minirl", seed, period, kind, weights["minirl"])
+    assert calls == [("replay", "on-policy", seed, 1, weights["none"], "none") for seed in range(3)] + [
+        ("replay", "minirl", seed, period, weights["minirl"], kind)
         for period in (2, 8, 32) for kind in ("none", "r2", "r3") for seed in range(3)]
     assert all(record["replay"] in key for key, record in records.items())
 
@@ -977,7 +1002,8 @@ def test_a_run_of_the_study(mixture_trainer, mixture_engine, tokenizer, tmp_path
     one = lambda *arguments: study.run_05(mixture_trainer, mixture_engine, tokenizer, reference, *arguments)
     records = study.resumable(tmp_path / "05_study.json", {"floor": ("none", 1, 0), "r3": ("r3", 2, 0)}, one)
     rows = study.replay_rows({"gradients": [], **records})
-    assert [(row["synced every"], row["replay"]) for row in rows] == [(1, "none"), (2, "r3")] and rows[0]["KL / floor"] == [1.0]
+    assert [(row["synced every"], row["replay"]) for row in rows] == [(1, "none"), (2, "r3")]
+    assert rows[0]["KL / floor"] == [1.0]
     assert records["r3"]["syncs"] == 1 and records["floor"]["syncs"] == 2
 
 
@@ -1009,4 +1035,5 @@ def test_what_cannot_be_replayed_is_refused_before_vllm_starts(kind, tiny, tmp_p
     with pytest.raises(SystemExit) as exit:
         lesson5.main(["--model", str(tiny), "--out", str(tmp_path)])
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert exit.value.code == 2 and ("no router" if kind == "dense" else "Glm4MoeTopkRouter cannot be replayed") in error
+    assert exit.value.code == 2
+    assert ("no router" if kind == "dense" else "Glm4MoeTopkRouter cannot be replayed") in error
