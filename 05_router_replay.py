@@ -333,13 +333,13 @@ def jump(trainer, ahead, rollout, points: int = 41) -> dict:
     # the largest step at a flip: halving its width halves a continuous change, but not a jump
     k, token = divmod(int(torch.where(flipped, steps, -1.0).argmax()), live.shape[1])
     row, t = rollout.mask.nonzero()[token].tolist()
-    points = [(x, at(x, rollout[row:row + 1])[0, t].item()) for x in u[k:k + 2]]
+    ends = [(x, at(x, rollout[row:row + 1])[0, t].item()) for x in u[k:k + 2]]
     for _ in range(20):
-        middle = (points[0][0] + points[1][0]) / 2
-        points.insert(1, (middle, at(middle, rollout[row:row + 1])[0, t].item()))
-        first, second = (abs(b[1] - a[1]) for a, b in zip(points, points[1:]))
-        points.pop(2 if first >= second else 0)                 # the half with the smaller change
-    (low, at_low), (high, at_high) = points
+        middle = (ends[0][0] + ends[1][0]) / 2
+        ends.insert(1, (middle, at(middle, rollout[row:row + 1])[0, t].item()))
+        first, second = (abs(b[1] - a[1]) for a, b in zip(ends, ends[1:]))
+        ends.pop(2 if first >= second else 0)                   # the half with the smaller change
+    (low, at_low), (high, at_high) = ends
     return {"step at a flip": steps[flipped].mean().item(),
             "elsewhere": steps[~flipped].mean().item(), "replayed": steps_fixed.mean().item(),
             "largest": steps.max().item(), "largest replayed": steps_fixed.max().item(),
