@@ -10,16 +10,16 @@ d = 0.01 means that pi is 1 % larger than mu. On-policy training assumes d = 0. 
 measures d where it must vanish, then as it naturally is, then with one bug at a time.
 
 Two sizes of the gap are reported together: mean |d|, and k3 = mean(exp(d) - 1 - d), which estimates
-KL(mu || pi). If the recorded mu is what really sampled, then E_mu[exp d] = 1. That makes mean d
-slightly negative, about -k3. A clearly positive mean d is a bookkeeping error: some recorded
-log-prob does not belong to the distribution that sampled.
+KL(mu || pi). If the recorded mu sampled, and cuts off no token, then E_mu[exp d] = 1. That makes
+mean d slightly negative, about -k3. A clearly positive mean d is a bookkeeping error: some log-prob
+is not normalized, or is not that of the distribution that sampled.
 
   python 01_mismatch.py                           a CPU: half a minute, with a tiny policy
   python 01_mismatch.py --model Qwen/Qwen3-0.6B   a CUDA GPU: its default model, not run yet;
                                                   about 13 GiB by hand, capability 8.0 or newer
 
 The first run builds the tiny policy, which takes another half minute.
-Expect exactly 0 for the control, 1e-7 for float32 on both sides, and 2e-3 for bfloat16. The bugs
+Expect 0 for one trainer twice, 1e-7 for float32 on both sides, and 2e-3 for bfloat16. The bugs
 make 6 to 70 times that. Only the log-softmax in bfloat16 hides, at 1.4 times the natural gap.
 
 Exercises: tests/EXERCISES.md.
@@ -123,13 +123,13 @@ def gap(logp: Tensor, logp_sampler: Tensor) -> dict:
             "mean d": d.mean().item(),
             # k3 = E[exp(d) - 1 - d], joschu.net/blog/kl-approx.html; expm1 keeps small values exact
             "k3": (torch.expm1(d) - d).mean().item(),
-            # 1 if mu is what sampled
+            # 1 if mu is what sampled, and cuts off no token
             "E[exp d]": d.exp().mean().item()}
 
 
 # ---------------------------------------------------------------- why is there a gap?
 def two_errors(engine: Tensor, trainer: Tensor) -> dict:
-    """d = e_trainer - e_engine: each side's error against float64, (n,). Hence
+    """d = e_trainer - e_engine: each side's error against float64 on bf16 weights, (n,). Hence
     rms(d)^2 = rms(e)^2 + rms(e')^2 - 2 corr rms(e) rms(e'). Predicted: corr = 0."""
     e, e_trainer = (x.square().mean().sqrt().item() for x in (engine, trainer))
     return {"engine's error": e, "trainer's error": e_trainer,
@@ -225,7 +225,7 @@ def measure(path: str, fp32, tokenizer, seed: int, quick: bool) -> dict:
     n, repeats = (max(2, n // 8), 2) if quick else (n, repeats)
     digits, prompts = make_prompts(SUM, tokenizer, n, np.random.default_rng(seed))
     rollouts, columns = {}, {}
-    bar = tqdm(desc="measuring", total=repeats * (len(ARMS) + 9))
+    bar = tqdm(desc="measuring", total=repeats * (len(ARMS) + 11))
 
     def add(key, rollout: Rollout, column: str, logp: Tensor) -> None:
         rollouts[key] = rollout
@@ -261,7 +261,7 @@ def measure(path: str, fp32, tokenizer, seed: int, quick: bool) -> dict:
     needed |= {(samples, "exact") for kind, _, samples, *_ in ARMS if kind == "natural"}
     for load, its_columns in TRAINERS:
         trainer = load(path)
-        for key, rollout in list(rollouts.items()):
+        for key, rollout in list(rollouts.items()):     # `add` writes them again
             rollout = replace(rollout, temperature=1.0) if key[0] == "temperature" else rollout
             for column, compute in its_columns.items():
                 if (key[0], column) in needed:
@@ -302,15 +302,14 @@ def summarize(columns: dict) -> dict:
 
 
 def verdict(result: dict) -> str:
-    """The result read aloud. Rounding is blamed only where the control is clean, and where the two
-    sides' errors against float64 explain the gap."""
+    """The result read aloud. Rounding is blamed only where the float32 control is clean, and the
+    gap no larger than what bfloat16 is known to make."""
     arm = {row["arm"]: row for row in result["arms"]}
-    why = {row["pair"]: row for row in result["two errors"]}
     control, natural = arm["fp32 engine, fp32 trainer"], arm[NATURAL]
     if control["max"] > 1e-3:
         reason = "so the two do not compute the same function"
-    elif natural["rms"] > 2 * why[NATURAL]["predicted rms"]:
-        reason = "but two rounding errors do not explain the gap"
+    elif natural["mean |d|"] > 0.1:
+        reason = "which is more than rounding makes"
     else:
         reason = "so the gap is rounding"
     return (f"At the same weights the engines differ by {natural['mean |d|']:.1e} nats per token "
@@ -672,7 +671,7 @@ class Sampler:
         """Loads the trainer's weights (or `state`, made from them) and checks by a canary that they
         arrived. Returns the canary's gap; raises SyncError if rounding does not explain it. Sends
         state_dict(), not named_parameters(), which lists a tied matrix only once, as the embedding:
-        vLLM has an lm_head of its own and would silently keep the old one."""
+        vLLM on a CPU has an lm_head of its own and would silently keep the old one."""
         state = model.state_dict() if state is None else state
         self.load(state)
         embedding = model.get_input_embeddings().weight
