@@ -14,11 +14,11 @@ KL(mu || pi). If the recorded mu sampled, and cuts off no token, then E_mu[exp d
 mean d slightly negative, about -k3. A clearly positive mean d is a bookkeeping error: some log-prob
 is not normalized, or is not that of the distribution that sampled.
 
-  python 01_mismatch.py                           a CPU: half a minute, with a tiny policy
+  python 01_mismatch.py                           a CPU: a minute, with a tiny policy
   python 01_mismatch.py --model Qwen/Qwen3-0.6B   a CUDA GPU: its default model, not run yet;
                                                   about 13 GiB by hand, capability 8.0 or newer
 
-The first run builds the tiny policy, which takes another half minute.
+The first run builds the tiny policy, which takes another minute at most.
 Expect 0 for one trainer twice, 1e-7 for float32 on both sides, and 2e-3 for bfloat16. The bugs
 make 6 to 70 times that. Only the log-softmax in bfloat16 hides, at 1.4 times the natural gap.
 

@@ -15,7 +15,7 @@ the bias that they leave in the gradient:
 sum_v q_v s_v = -grad KL(q || pi), which is 0 if q = pi (score centering, arXiv 2609.20807). After
 prefixes whose mean advantage is positive the drift pulls the policy towards q, else away from it.
 
-  python 03_decompose.py                           a CPU: 2 minutes, with two tiny policies
+  python 03_decompose.py                           a CPU: 2 to 4 minutes, with two tiny policies
   python 03_decompose.py --model Qwen/Qwen3-0.6B   a CUDA GPU: the stale run only; not run yet
   python figures/study.py 03                       the feedback loop, five paired seeds: 5 minutes
 

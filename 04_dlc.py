@@ -22,7 +22,7 @@ How good is a correction? Train with it and a stale sampler, train on-policy, an
 policies: KL(on-policy || run), exact over the vocabulary, on fresh on-policy responses, averaged
 over checkpoints. Another on-policy run gives the floor. The paper claims at most twice the floor.
 
-  python 04_dlc.py                           a CPU: on-policy, none, TIS and DLC in 3 minutes
+  python 04_dlc.py                           a CPU: on-policy, none, TIS and DLC in 3 to 5 minutes
   python 04_dlc.py --model Qwen/Qwen3-0.6B   a CUDA GPU, 24 GB (not run yet)
   python figures/study.py 04                 twelve arms, two tasks, 3 to 5 seeds: 75 minutes
 

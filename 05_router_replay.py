@@ -17,7 +17,7 @@ alone, and keeps a response's experts fixed while the weights move on.
 A flip is a pick that two computations make differently, as a set of k experts. F(tau) is the share
 of tokens whose probability ratio, or its inverse, exceeds tau.
 
-  python 05_router_replay.py            a CPU: 3 minutes, a tiny Qwen3-MoE and lesson 1's policy;
+  python 05_router_replay.py            a CPU: a minute; a tiny Qwen3-MoE and lesson 1's policy;
                                         the same on a GPU (not run yet)
   python 05_router_replay.py --model M  another mixture with softmax gates (Qwen, Mixtral, OLMoE).
                                         The jump takes 42 bytes per parameter: too much for one GPU

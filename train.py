@@ -13,7 +13,7 @@ One step, in the order of the loop in `train`:
 
 This is GRPO (arXiv 2402.03300) with a mean over tokens, no KL penalty, and one update per batch.
 
-  python train.py                                    the tiny policy on a CPU, about 40 s
+  python train.py                                    the tiny policy on a CPU, about a minute
   python train.py --staleness 63                     a stale sampler: training goes astray
   python train.py --staleness 63 --correction dlc    the same, corrected
   python train.py --resume runs/dlc-s63-seed0        goes on from that run's last state.pt
