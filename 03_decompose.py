@@ -118,10 +118,6 @@ class Batch:
     dropped: int = 0           # tokens of the refused batch that this one replaces
 
     @property
-    def discrepancy(self) -> Tensor:
-        return split(self.logp.detach(), self.logp_old, self.rollout.logp_sampler)[0]
-
-    @property
     def lag(self) -> Tensor:
         return split(self.logp.detach(), self.logp_old, self.rollout.logp_sampler)[1]
 

@@ -271,7 +271,7 @@ def prepare(args):
     if not all(size is None or 0 < size < np.inf for size in sizes):
         raise ValueError("--steps, --prompts, --max-tokens, --lr and --head must be above 0")
     if args.resync_ess is None:
-        args.resync_ess = 0.5 if args.correction == "dlc" else 0.0
+        args.resync_ess = lesson4.RESYNC_ESS if args.correction == "dlc" else 0.0
     if args.group_size < 2 or args.staleness < 0 or not 0 <= args.resync_ess <= 1:
         raise ValueError("--group-size is 2 or more, --staleness 0 or more, --resync-ess 0 to 1")
     if args.head and args.correction != "dlc":

@@ -313,7 +313,7 @@ def loss_with(
         lag = batch.logp - batch.logp_old
         lag = lag.detach() if detach else lag
         if whole_ratio:  # the discrepancy inside the clipped ratio
-            lag = lag + batch.discrepancy
+            lag = lag + batch.logp_old - batch.rollout.logp_sampler
         if sequence:
             lag = lesson2.sequence_sum(lag, r.mask).expand_as(lag)
         w = torch.where(r.mask, f(lag, A), 0.0)
@@ -778,7 +778,7 @@ def check_resync(trainer, engine, tokenizer, wrong=""):
     for batch in run:
         mask = batch.rollout.mask
         # pi_old is at the sampler's weights, whenever it was synced: an fp32 engine differs by rounding
-        assert batch.discrepancy[mask].abs().max() < 2e-4
+        assert (batch.logp_old - batch.rollout.logp_sampler)[mask].abs().max() < 2e-4
         assert batch.age == (batch.step - 2 if batch.step >= 2 else batch.step)
         assert (batch.lag[mask].abs().max() == 0) == (batch.age == 0)
         assert batch.dropped == (int(refused[0].rollout.mask.sum()) if batch.step == 2 else 0)
