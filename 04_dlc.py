@@ -175,7 +175,7 @@ class Setting:
     lr: float = 1.5e-3
     prompts: int = 32                  # per step, each with 8 responses
     max_tokens: int | None = None      # of a response; None: what the task needs
-    every: int = 2                     # steps between checkpoints, at which the KL is taken
+    every: int = 1                     # steps between checkpoints, at which the KL is taken
 
 
 SIZES = {     # the first was found with a simulated engine, on other seeds and policies
@@ -197,6 +197,12 @@ def training(model, sampler, tokenizer, setting: Setting, name: str, seed: int, 
 
 # ---------------------------------------------------------------- the measure
 FRESH, STALE = "KL, fresh prefixes", "KL, sampler's prefixes"     # whose responses it is taken on
+
+
+def stale_prefixes(name: str, reference: dict, batch):
+    """The responses for STALE: the arm's own samples. An on-policy arm has no stale sampler, and is
+    judged on what the start policy wrote: so the floor is of the same prefixes."""
+    return reference[0][1] if name == "on-policy" else batch.rollout
 
 
 @torch.no_grad()
@@ -230,7 +236,8 @@ def run(start, sampler, tokenizer, setting: Setting, name: str, seed: int, refer
         if batch.step in reference:
             state, fresh = reference[batch.step]
             other.load_state_dict(state)
-            for prefixes, rollout in ((FRESH, fresh), (STALE, batch.rollout)):
+            stale = stale_prefixes(name, reference, batch)
+            for prefixes, rollout in ((FRESH, fresh), (STALE, stale)):
                 values = kl(other, model, rollout)[rollout.mask]
                 steps[-1][prefixes] = values.double().mean().item()
     accuracy = lesson3.held_out(model, sampler, setting.task, tokenizer, 8 * setting.prompts,
