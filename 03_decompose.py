@@ -341,6 +341,65 @@ def drift_directions(trainer, engine, tokenizer, seed: int, steps: int, period: 
     return {str(apart): cosine(these) for apart, these in pairs.items() if these}
 
 
+# ---------------------------------------------------------------- the sync that loses updates
+# An engine of 16 bits rounds the weights that it is sent. Let pi_held be the trainer at the rounded
+# weights. Then the discrepancy has two parts, and a sync cures neither:
+#
+#     log pi_theta_s - log mu  =  (log pi_held - log mu)  +  (log pi_theta_s - log pi_held)
+#                              =       arithmetic         +              cast
+#
+# A released model's weights are bf16 numbers: at first nothing is lost. But bf16 numbers near w are
+# up to |w| / 128 apart, so the engine sees no change of w below about |w| / 256. At small learning
+# rates updates stay below that for many steps: the trainer learns, and the sampler stands still.
+CONTRACTS = {   # trainer | engine -> the trainer's autocast, the engine's dtype
+    "fp32 | bf16": (torch.float32, torch.bfloat16), "bf16 | bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16 | fp16": (torch.float16, torch.float16), "fp32 | fp32": (torch.float32, torch.float32)}
+
+
+def cast(state: dict, dtype: torch.dtype) -> dict:
+    """The weights as an engine of this dtype holds them, in float32."""
+    return {name: value.to(dtype).float() for name, value in state.items()}
+
+
+def visible(weights: Tensor, start: Tensor, dtype: torch.dtype) -> dict:
+    """Share of the weights whose change since `start` the dtype shows. Predicted: the change exceeds
+    half the spacing of the dtype's numbers, |w| eps / 2 (eps is 1 / 128 in bf16). weights (n,)."""
+    seen = (weights - start).abs() > start.abs() * torch.finfo(dtype).eps / 2
+    return {"weights seen to change, predicted": seen.double().mean().item(),
+            "measured": (weights.to(dtype) != start.to(dtype)).double().mean().item()}
+
+
+def lost_updates(trainer, samplers: dict, tokenizer, seed: int, steps: int) -> list[dict]:
+    """Trains from bf16 weights at a small rate, synced before every step, under each contract. A row
+    per contract and shown step: mean |arithmetic|, mean |cast|, and mean |log pi_theta - log pi_start|
+    in nats. samplers: {dtype: Sampler}."""
+    rows = []
+    for name, (forward, dtype) in CONTRACTS.items():
+        model, start, held = (copy.deepcopy(trainer) for _ in range(3))
+        for policy in (model, start):
+            policy.load_state_dict(cast(trainer.state_dict(), torch.bfloat16))
+        autocast = torch.autocast(lesson1.DEVICE.type, forward, enabled=forward != torch.float32)
+        logprobs = autocast(lesson1.logprobs)
+        run = grpo(model, samplers[dtype], lesson1.SUM, tokenizer,
+                   torch.optim.AdamW(model.parameters(), lr=3e-5, weight_decay=0.0),
+                   weighted(lesson2.CORRECTIONS["none"]), steps, 1, seed, prompts=16, decay=False,
+                   logprobs=lambda model, rollout, old, grad: logprobs(model, rollout, True, grad))
+        for batch in tqdm(run, total=steps, desc=name):
+            if batch.step not in (0, 1, 2, 4, 8, 16, 32):
+                continue
+            held.load_state_dict(cast(model.state_dict(), dtype))
+            logp_held, logp_start = (logprobs(policy, batch.rollout) for policy in (held, start))
+            parts = (logp_held - batch.rollout.logp_sampler, batch.logp_old - logp_held,
+                     batch.logp_old - logp_start)
+            sizes = [x[batch.rollout.mask].abs().mean().item() for x in parts]
+            now, then = (torch.cat([p.detach().flatten() for p in policy.parameters()])
+                         for policy in (model, start))
+            rows.append({"trainer | engine": name, "step": batch.step,
+                         **dict(zip(("mean |arithmetic|", "mean |cast|", "mean |movement|"), sizes)),
+                         **visible(now, then, dtype)})
+    return rows
+
+
 # ---------------------------------------------------------------- main
 def verdict(result: dict) -> str:
     """The stale run read aloud. It follows the numbers."""
@@ -357,6 +416,7 @@ def main(argv=None) -> dict:
     args, trainer, tokenizer = lesson1.arguments(__file__, __doc__, argv)
     prompts, max_tokens, lr = SIZES[lesson1.scale(tokenizer)]
     sampler, steps = lesson1.Sampler(args.path), 2 * PERIOD if args.quick else STEPS
+    start = copy.deepcopy(trainer)
     run = grpo(trainer, sampler, lesson1.SUM, tokenizer,
                torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0),
                weighted(lesson2.CORRECTIONS["tis"]), steps, PERIOD, args.seed,
@@ -371,6 +431,10 @@ def main(argv=None) -> dict:
         arms = {"discrepancy: one parameter noise of 10%": (1, parameter_noise(0.1, args.seed)),
                 "control: a new one at each step": (1, parameter_noise(0.1, args.seed, True)),
                 f"lag: synced every {period} steps": (period, None)}
+        samplers = {torch.bfloat16: sampler, torch.float32: clean,
+                    torch.float16: lesson1.Sampler(args.path, "float16")}
+        result["lost updates"] = lost_updates(start, samplers, tokenizer, args.seed,
+                                              3 if args.quick else 17)
         result["directions"] = [{"drift made by": name, **drift_directions(
             free, sampler, tokenizer, args.seed, steps, *arm)} for name, arm in arms.items()]
     result = lesson1.save(result, args.json)
@@ -379,6 +443,8 @@ def main(argv=None) -> dict:
     if "drift" in result:
         lesson1.table("the drift at fixed weights", result["drift"])
         lesson1.table("cosine of the drift with itself, steps apart", result["directions"])
+        lesson1.table("a sync before every step, at lr 3e-5: does the engine see the updates?",
+                      result["lost updates"])
     print(f"\n{verdict(result)}")
     return result
 
