@@ -5,19 +5,22 @@ Evaluate the trainer at theta_s, the weights of the SAMPLER. Then each token's e
     log pi_theta - log mu  =  (log pi_theta_s - log mu)  +  (log pi_theta - log pi_theta_s)
                            =    discrepancy d: numerics  +       lag l: stale weights
 
-The paper of this project builds its correction on the difference between them ("On the Origin and
-Evolution of Training-Inference Mismatch in LLM Reinforcement Learning", Li, Zhou, Lan 2026; we read
-only its abstract). This lesson follows both through training with a stale sampler. It also measures
-the bias that they leave in the gradient:
+This split is the base of the paper that this project follows ("On the Origin and Evolution of
+Training-Inference Mismatch in LLM Reinforcement Learning", Li, Zhou, Lan 2026; we read only its
+abstract). The lesson trains with a stale sampler and follows both parts. It also measures the bias
+that they leave in the gradient:
 
     drift   D = E_mu[A sum_v q_v s_v],   q = mu(. | prefix),   s_v = grad log pi(v | prefix)
 
-sum_v q_v s_v = -grad KL(q || pi), which is 0 if q = pi (score centering, arXiv 2609.20807). After
-prefixes whose mean advantage is positive the drift pulls the policy towards q, else away from it.
+If q = pi, the sum is 0: scores have mean 0 under their own policy. If not, it is the direction from
+pi towards q (score centering, arXiv 2609.20807). Where the mean advantage is positive, the drift
+pulls the policy towards the engine's distribution.
 
-  python 03_decompose.py                           a CPU: 2 to 4 minutes, with two tiny policies
+At last it shows an error that no sync cures: an engine of 16 bits does not see small updates.
+
+  python 03_decompose.py                           a CPU: 3 to 5 minutes, with two tiny policies
   python 03_decompose.py --model Qwen/Qwen3-0.6B   a CUDA GPU: the stale run only; not run yet
-  python figures/study.py 03                       the feedback loop, five paired seeds: 5 minutes
+  python figures/study.py 03                       does the lag feed on itself? eight seeds: 25 min
 
 Expect a lag of exactly 0 at each sync, and of tens of times the discrepancy one step later. Expect
 the engine's drift to keep its direction, and the lag's to lose it. Expect hardly any drift at the
@@ -231,14 +234,6 @@ def slope(values) -> tuple[float, float]:
     return float(a), float(covariance[0, 0]**0.5)
 
 
-def misfit(rows: list[dict], power: float) -> float:
-    """Misfit of rms l = a age^power between two syncs, over the mean lag. NaN without a lag."""
-    x, y = (np.array([row[key] for row in rows], float) for key in ("age", "rms l"))
-    x = x**power
-    a = x @ y / (x @ x)                                                          # least squares
-    return float(np.mean((y - a * x)**2)**0.5 / (y[1:].mean() or np.nan))
-
-
 def laws(rows: list[dict]) -> list[dict]:
     """Predicted | measured over the stale run."""
     next_step = [row["rms l"] / (row["rms d"] or np.nan) for row in rows if row["age"] == 1]
@@ -250,9 +245,6 @@ def laws(rows: list[dict]) -> list[dict]:
         values = [row[key] for row in rows]
         a, error = (100 * len(rows) / np.mean(values) * x for x in slope(values))
         result.append((f"{key}: change over the run, % of its mean", 0, float(a), float(error)))
-    for name, power in (("t", 1), ("sqrt(t)", 0.5)):
-        misfits = [misfit(rows[k:k + PERIOD], power) for k in range(0, len(rows), PERIOD)]
-        result.append((f"rms l grows like {name} between syncs: misfits", "-", misfits))
     return [dict(zip(("law", "predicted", "measured", "±"), row)) for row in result]
 
 
@@ -357,27 +349,26 @@ CONTRACTS = {   # trainer | engine -> the trainer's autocast, the engine's dtype
 
 
 def cast(state: dict, dtype: torch.dtype) -> dict:
-    """The weights as an engine of this dtype holds them, in float32."""
+    """The weights as an engine of this dtype holds them, but in float32."""
     return {name: value.to(dtype).float() for name, value in state.items()}
 
 
 def visible(weights: Tensor, start: Tensor, dtype: torch.dtype) -> dict:
-    """Share of the weights whose change since `start` the dtype shows. Predicted: the change exceeds
-    half the spacing of the dtype's numbers, |w| eps / 2 (eps is 1 / 128 in bf16). weights (n,)."""
+    """Share of the weights (n,) whose change since `start` an engine of this dtype sees. Predicted:
+    those that moved by more than half the spacing of its numbers, |w| eps / 2."""
     seen = (weights - start).abs() > start.abs() * torch.finfo(dtype).eps / 2
     return {"weights seen to change, predicted": seen.double().mean().item(),
             "measured": (weights.to(dtype) != start.to(dtype)).double().mean().item()}
 
 
 def lost_updates(trainer, samplers: dict, tokenizer, seed: int, steps: int) -> list[dict]:
-    """Trains from bf16 weights at a small rate, synced before every step, under each contract. A row
-    per contract and shown step: mean |arithmetic|, mean |cast|, and mean |log pi_theta - log pi_start|
-    in nats. samplers: {dtype: Sampler}."""
-    rows = []
+    """Trains from bf16 weights at a small rate, synced before every step, under each contract. In
+    nats: mean |arithmetic|, mean |cast|, and how far the policy has moved since the start, mean
+    |log pi_theta - log pi_start|. samplers: {dtype: Sampler}."""
+    start, rows = copy.deepcopy(trainer), []
+    start.load_state_dict(cast(trainer.state_dict(), torch.bfloat16))
     for name, (forward, dtype) in CONTRACTS.items():
-        model, start, held = (copy.deepcopy(trainer) for _ in range(3))
-        for policy in (model, start):
-            policy.load_state_dict(cast(trainer.state_dict(), torch.bfloat16))
+        model, held = copy.deepcopy(start), copy.deepcopy(start)
         autocast = torch.autocast(lesson1.DEVICE.type, forward, enabled=forward != torch.float32)
         logprobs = autocast(lesson1.logprobs)
         run = grpo(model, samplers[dtype], lesson1.SUM, tokenizer,
@@ -385,7 +376,7 @@ def lost_updates(trainer, samplers: dict, tokenizer, seed: int, steps: int) -> l
                    weighted(lesson2.CORRECTIONS["none"]), steps, 1, seed, prompts=16, decay=False,
                    logprobs=lambda model, rollout, old, grad: logprobs(model, rollout, True, grad))
         for batch in tqdm(run, total=steps, desc=name):
-            if batch.step not in (0, 1, 2, 4, 8, 16, 32):
+            if batch.step not in (0, 1, 2, 4, 8, 16):
                 continue
             held.load_state_dict(cast(model.state_dict(), dtype))
             logp_held, logp_start = (logprobs(policy, batch.rollout) for policy in (held, start))
@@ -395,8 +386,8 @@ def lost_updates(trainer, samplers: dict, tokenizer, seed: int, steps: int) -> l
             now, then = (torch.cat([p.detach().flatten() for p in policy.parameters()])
                          for policy in (model, start))
             rows.append({"trainer | engine": name, "step": batch.step,
-                         **dict(zip(("mean |arithmetic|", "mean |cast|", "mean |movement|"), sizes)),
-                         **visible(now, then, dtype)})
+                         "mean |arithmetic|": sizes[0], "mean |cast|": sizes[1],
+                         "mean |movement|": sizes[2], **visible(now, then, dtype)})
     return rows
 
 
@@ -416,7 +407,7 @@ def main(argv=None) -> dict:
     args, trainer, tokenizer = lesson1.arguments(__file__, __doc__, argv)
     prompts, max_tokens, lr = SIZES[lesson1.scale(tokenizer)]
     sampler, steps = lesson1.Sampler(args.path), 2 * PERIOD if args.quick else STEPS
-    start = copy.deepcopy(trainer)
+    start = copy.deepcopy(trainer)                             # the run changes the trainer
     run = grpo(trainer, sampler, lesson1.SUM, tokenizer,
                torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0),
                weighted(lesson2.CORRECTIONS["tis"]), steps, PERIOD, args.seed,

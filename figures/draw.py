@@ -27,6 +27,7 @@ STYLE = {
     "dlc, no resync": {"color": SKY, "linestyle": "-."},
     "centering": {"color": GREEN, "linestyle": (0, (5, 1))},
     "lag clip": {"color": PURPLE, "linestyle": (0, (3, 1, 1, 1))},
+    "lag clip + resync": {"color": PURPLE, "linestyle": "--"},
     "token-is": {"color": ORANGE, "linestyle": "-."},
     "geo": {"color": GREY, "linestyle": "--"},
     "minirl": {"color": PURPLE, "linestyle": "-."},
@@ -378,35 +379,41 @@ NAME = {"none": "no correction", "tis": "TIS", "dlc": "DLC"}     # of an arm, wh
 
 @picture("04_dlc")
 def draw_04(result: dict):
-    """One seed: each arm's distance from on-policy training, its reward, and its ESS."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.6))
-    arms = {row["arm"]: row for row in result["arms"]}
+    """One seed: each arm's distance from on-policy training, alone with a lag and with both; the ESS."""
+    both = result.get("both")
+    figure, panels = plt.subplots(1, 2 + bool(both), figsize=(5 * (2 + bool(both)), 4.6))
+
+    def distances(panel, part: dict, title: str) -> None:
+        rows = {row["arm"]: row for row in part["arms"]}
+        for run in part["runs"]:
+            arm = run["arm"]
+            syncs, ratio = rows[arm]["syncs"], rows[arm][f"{FRESH} / floor"]
+            # the first checkpoint is before any update: its KL is exactly 0
+            at = [step for step in run["steps"] if step.get(FRESH)]
+            panel.semilogy([step["step"] for step in at], [step[FRESH] for step in at], **STYLE[arm],
+                           label=f"{NAME.get(arm, arm)}: {'-' if ratio is None else format(ratio, '.1f')} floors, "
+                           f"{syncs} {'sync' if syncs == 1 else 'syncs'}")
+        panel.set(xlabel="step", ylabel="KL(on-policy || run) (nats per token)", title=title)
+        panel.legend(loc="lower right", fontsize=8)
+
+    distances(panels[0], result, f"A lag: synced every {result['period']} steps.\n"
+              "The floor is the on-policy run shown, another seed")
     for run in result["runs"]:
-        arm, steps = run["arm"], run["steps"]
-        style, name = STYLE[arm], NAME.get(run["arm"], run["arm"])
-        # the first checkpoint is before any update: its KL is exactly 0
-        at = [step for step in steps if step.get(FRESH)]
-        syncs = "sync" if arms[arm]["syncs"] == 1 else "syncs"
-        left.semilogy([step["step"] for step in at], [step[FRESH] for step in at],
-                      label=f"{name}: {arms[arm]['syncs']} {syncs}", **style)
-        middle.plot([step["reward"] for step in steps], label=f"{name}: {run['accuracy']:.2f}", **style)
-        right.plot([step["ESS of responses"] for step in steps], label=name, **style)
-        if arm == "dlc":
-            resynced = [step["step"] for step in steps if step["age"] == 0]
-            right.plot(resynced, [1.06] * len(resynced), "v", color=style["color"], label="a sync of DLC")
-    ratios = [(NAME[arm], arms[arm][f"{FRESH} / floor"]) for arm in ("none", "tis", "dlc")]
-    left.set(xlabel="step", ylabel="KL(on-policy || run) (nats per token)",
-             title="Average, in floors: " + ", ".join(
-                 f"{name} {'-' if ratio is None else format(ratio, '.1f')}" for name, ratio in ratios)
-             + "\n(floor: the on-policy run shown, another seed)")
-    middle.set(xlabel="step", ylabel="mean reward of the samples", ylim=(0, 1),
-               title="The samples are the stale sampler's. In the legend:\n"
-               "accuracy of the trained policy, after a last sync")
-    right.axhline(0.5, color=GREY, linewidth=0.8)
-    right.set(xlabel="step", ylabel="ESS of the responses, a share", ylim=(0, 1.13),
-              title="DLC refuses a batch below one half (not shown)\nand syncs. The others train on what is left")
-    for panel, place in ((left, "lower left"), (middle, (0.27, 0.42)), (right, (0.42, 0.42))):
-        panel.legend(loc=place, fontsize=8)
+        style = STYLE[run["arm"]]
+        panels[1].plot([step["ESS of responses"] for step in run["steps"]], label=NAME.get(run["arm"], run["arm"]), **style)
+        if run["arm"] == "dlc":
+            resynced = [step["step"] for step in run["steps"] if step["age"] == 0]
+            panels[1].plot(resynced, [1.06] * len(resynced), "v", color=style["color"], label="a sync of DLC")
+    panels[1].axhline(0.5, color=GREY, linewidth=0.8)
+    panels[1].set(xlabel="step", ylabel="ESS of the responses, a share", ylim=(0, 1.13),
+                  title="A lag: DLC refuses a batch below one half (not shown)\nand syncs. The others train on what is left")
+    panels[1].legend(loc=(0.42, 0.42), fontsize=8)
+    if both:
+        ratios = {row["arm"]: row[f"{FRESH} / floor"] for row in both["arms"]}
+        more = (ratios["lag clip + resync"] or 0) > 2 * (ratios["dlc"] or 0)
+        distances(panels[2], both, "A lag and an engine that is 5 % off: " + (
+            "syncs alone\nlet the discrepancy drift; the center holds it" if more else
+            "with and\nwithout a center"))
     return figure
 
 

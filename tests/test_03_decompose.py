@@ -507,12 +507,6 @@ def test_drift_of_the_engine(trainer, engine, tokenizer):
 
 
 # ---------------------------------------------------------------- the arithmetic of the tables
-def test_misfit_tells_a_line_from_a_root():
-    for power, other in ((1, 0.5), (0.5, 1)):
-        rows = [{"age": age, "rms l": 0.3 * age**power} for age in range(lesson3.PERIOD)]
-        assert lesson3.misfit(rows, power) < 1e-9 and lesson3.misfit(rows, other) > 0.05
-
-
 def check_slope(slope):
     """Against the textbook: sum (x - x') (y - y') / sum (x - x')^2; its error sqrt(RSS / (n - 2) / sum (x - x')^2)."""
     y = 3 + 0.02 * np.arange(50) + 0.1 * np.random.default_rng(0).standard_normal(50)
@@ -555,9 +549,7 @@ def test_laws():
     measured = [measured for _, _, measured, *_ in laws]
     assert measured[:2] == [pytest.approx(2.9e-15), 0] and 45 < measured[2] < 55
     assert abs(measured[3] - 20) < 1e-6 and abs(measured[4]) < 1e-6              # % of the mean, over the run
-    line, curve = measured[5:]
-    assert len(line) == len(curve) == 3 and max(line) < 1e-9 and min(curve) > 0.05
-    assert [predicted for _, predicted, *_ in laws] == [0, 0, "> 1", 0, 0, "-", "-"]
+    assert [predicted for _, predicted, *_ in laws] == [0, 0, "> 1", 0, 0]
     shifted_lag = lesson3.laws(made_up_run(lag=lambda age: 0.25 + age))
     assert shifted_lag[1]["measured"] == 0.25                                    # a lag at a sync is shown, not hidden
 
@@ -650,9 +642,10 @@ def check_cast(cast):
         assert held.dtype == torch.float32 and held.tolist() == right
 
 
+right_cast = lesson3.cast
 WRONG_CAST = {
     "not cast": lambda state, dtype: state,
-    "always bf16": lambda state, dtype: lesson3.cast(state, torch.bfloat16),
+    "always bf16": lambda state, dtype: right_cast(state, torch.bfloat16),
     "left in the dtype": lambda state, dtype: {name: x.to(dtype) for name, x in state.items()},
     "cut, not rounded": lambda state, dtype: {name: x if dtype == torch.float32 else (
         x.view(torch.int32) & (-65536 if dtype == torch.bfloat16 else -8192)).view(torch.float32) for name, x in state.items()},

@@ -222,7 +222,8 @@ def test_periodic_arms_get_the_syncs_of_dlc_with_their_own_seed():
 def small(monkeypatch):
     """Settings of seconds."""
     sum_ = lesson4.Setting(steps=4, period=4, lr=3e-3, prompts=4, every=2)
-    monkeypatch.setattr(study, "SETTINGS", {"sum": sum_, "free, raw": replace(sum_, task=lesson1.SUM, lr=0.04)})
+    monkeypatch.setattr(study, "SETTINGS", {"sum": sum_, "free, raw": replace(
+        sum_, lr=0.04, optimizer=torch.optim.SGD, advantage="raw", decay=False)})
     return sum_
 
 
@@ -299,8 +300,8 @@ def test_the_arguments_of_a_run_reach_lesson_3s_loop(trainer, small, monkeypatch
             assert (
                 isinstance(seen["optimizer"], torch.optim.AdamW)
                 and seen["period"] == 2
-                and seen.get("advantage", "std") == "std"
-                and seen.get("decay", True)
+                and seen["advantage"] == "std"
+                and seen["decay"] is True
             )
         else:
             assert isinstance(seen["optimizer"], torch.optim.SGD) and seen["optimizer"].param_groups[0]["lr"] == 0.04
