@@ -219,11 +219,12 @@ ARMS = [       # kind, arm, samples, d = this column - that column; "mu" is what
 
 
 # ---------------------------------------------------------------- the experiment
-def measure(path: str, fp32, tokenizer, seed: int, quick: bool) -> dict:
+def measure(path: str, task: Task, fp32, tokenizer, seed: int, quick: bool) -> dict:
     """{(samples, repeat): {column: log-probs of the response tokens (n,)}}."""
     n, max_tokens, repeats, lr = SIZES[scale(tokenizer)]
+    max_tokens = task.max_tokens if task.shots else max_tokens
     n, repeats = (max(2, n // 8), 2) if quick else (n, repeats)
-    digits, prompts = make_prompts(SUM, tokenizer, n, np.random.default_rng(seed))
+    numbers, prompts = make_prompts(task, tokenizer, n, np.random.default_rng(seed))
     rollouts, columns = {}, {}
     bar = tqdm(desc="measuring", total=repeats * (len(ARMS) + 11))
 
@@ -244,7 +245,7 @@ def measure(path: str, fp32, tokenizer, seed: int, quick: bool) -> dict:
                 keep((name, repeat), sampler.sample(**request, **changes))
             if "bf16" in samples:
                 rollout = rollouts["bf16", repeat]
-                R = rewards(SUM, digits, rollout, tokenizer)
+                R = rewards(task, numbers, rollout, tokenizer)
                 ahead = one_step(copy.deepcopy(fp32), rollout, R, lr)
                 add(("bf16", repeat), "one step ahead", logprobs(ahead, rollout))
                 if fp32.config.tie_word_embeddings and DEVICE.type == "cpu":   # on CUDA one matrix
@@ -319,7 +320,7 @@ def verdict(result: dict) -> str:
 
 def main(argv=None) -> dict:
     args, trainer, tokenizer = arguments(__file__, __doc__, argv)
-    result = summarize(measure(args.path, trainer, tokenizer, args.seed, args.quick))
+    result = summarize(measure(args.path, args.task, trainer, tokenizer, args.seed, args.quick))
     table("d = log pi - log mu per sampled token, nats; predicted: E[exp d] = 1, k3 = rms^2 / 2",
           result["arms"], "kind", "arm", "mean |d|", "± seeds", "rms", "max", "k3", "mean d",
           "s.e. of mean d", "E[exp d]")
@@ -375,15 +376,19 @@ def lm_head_in_float32(model):
 # ---------------------------------------------------------------- the task
 @dataclass(frozen=True)
 class Task:
-    """A prompt is `length` random digits. A right response spells out `answer(digits)`."""
+    """A prompt holds `length` random numbers. A right response writes down `answer(numbers)`."""
     name: str
     length: int
     max_tokens: int          # of a right response, its end included
-    answer: Callable         # digits (n, L) -> right digits (n, L)
-    grade: Callable          # (given digits, right digits, ended) -> reward in [0, 1]
-    demonstrate: Callable    # (shown digits, digits, rng, step) -> ids (n, max_tokens), padded
-    steps: int = 350         # of the warm start, which imitates demonstrations
+    answer: Callable         # numbers (n, L) -> right numbers (n, L')
+    grade: Callable          # (given numbers, right numbers, ended) -> reward in [0, 1]
+    demonstrate: Callable | None = None   # for the tiny policy's warm start, which imitates:
+    #                          (shown digits, digits, rng, step) -> ids (n, max_tokens), padded
+    steps: int = 350         # of the warm start
     slip: float = 0.1        # share of the shown digits that are random
+    below: int = 10          # the numbers of the prompt are smaller
+    shots: str = ""          # a text to be continued: examples, and {} for each number
+    read: str = "[0-9]"      # what counts as a number in a response
 
 
 SUM = Task(                  # the running sum modulo 10; only its last digit is graded
@@ -393,16 +398,34 @@ SUM = Task(                  # the running sum modulo 10; only its last digit is
     demonstrate=lambda shown, *_: np.pad(shown, ((0, 0), (0, 1)), constant_values=END))
 
 
+# For released models: sums of two numbers of one, two or three digits, after three examples.
+SHOTS = {1: "3+4=7\n2+6=8\n9+5=14\n{}+{}=", 2: "31+45=76\n20+67=87\n94+58=152\n{}+{}=",
+         3: "312+456=768\n207+670=877\n945+587=1532\n{}+{}="}
+TASKS = {"sum": SUM, **{f"add{k}": Task(
+    f"add{k}", length=2, max_tokens=k + 3, below=10**k, shots=shots, read="[0-9]+",
+    answer=lambda numbers: numbers.sum(1, keepdims=True),
+    grade=lambda given, right, ended: float(given[:1] == right)) for k, shots in SHOTS.items()}}
+
+
 def make_prompts(task: Task, tokenizer, n: int, rng) -> tuple[np.ndarray, list[list[int]]]:
-    """n random prompts: their digits (n, L) and their token ids. The tiny policy reads "d1..dL=",
-    other models read the running sum in words, through their chat template if they have one."""
-    digits = rng.integers(0, 10, (n, task.length))
-    if is_tiny(tokenizer):
-        return digits, [[*map(int, row), EQUALS] for row in digits]
-    if task is not SUM:
-        raise ValueError(f"the task {task.name!r} exists for the tiny policy only")
+    """n random prompts: their numbers (n, L) and their token ids. The tiny policy reads "d1..dL=".
+    Other models read the task's examples, or the running sum in words, through their chat template
+    if they have one. Raises ValueError for a task that is not made for this model."""
+    numbers = rng.integers(0, task.below, (n, task.length))
+    if is_tiny(tokenizer) and task.demonstrate:
+        return numbers, [[*map(int, row), EQUALS] for row in numbers]
+    if is_tiny(tokenizer) or task not in TASKS.values():
+        raise ValueError(f"the task {task.name!r} is not made for this model")
+
+    def tokenized(text: str) -> list[int]:
+        ids = tokenizer(text)["input_ids"]
+        return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids    # some end each text
+
     prompts = []
-    for row in digits:
+    for row in numbers:
+        if task.shots:
+            prompts.append(tokenized(task.shots.format(*row)))
+            continue
         words = (f"Digits: {' '.join(map(str, row))}. Add them one after the other and write down "
                  f"each running sum modulo 10. The last digit that you write must be the sum of "
                  f"all {task.length} digits modulo 10.")
@@ -411,19 +434,17 @@ def make_prompts(task: Task, tokenizer, n: int, rng) -> tuple[np.ndarray, list[l
                 [{"role": "user", "content": words}], add_generation_prompt=True,
                 enable_thinking=False, return_dict=False))
         else:
-            ids = tokenizer(words + "\nRunning sums: ")["input_ids"]
-            ended = ids[-1] == tokenizer.eos_token_id          # some tokenizers end each text
-            prompts.append(ids[:-1] if ended else ids)
-    return digits, prompts
+            prompts.append(tokenized(words + "\nRunning sums: "))
+    return numbers, prompts
 
 
-def rewards(task: Task, digits: np.ndarray, rollout: Rollout, tokenizer) -> Tensor:
-    """Rewards (B,) of a rollout; `digits` (B, L) has one row per response. Only digits are read, so
+def rewards(task: Task, numbers: np.ndarray, rollout: Rollout, tokenizer) -> Tensor:
+    """Rewards (B,) of a rollout; `numbers` (B, L) has a row per response. Only numbers are read, so
     that the characters of the tiny policy and the words of a chat model are judged alike."""
     texts = tokenizer.batch_decode([row[m].tolist() for row, m in zip(rollout.ids, rollout.mask)],
                                    skip_special_tokens=True)
-    given = [[int(c) for c in re.findall("[0-9]", text)] for text in texts]
-    rows = zip(given, task.answer(digits).tolist(), rollout.ended.tolist())
+    given = [[int(x) for x in re.findall(task.read, text)] for text in texts]
+    rows = zip(given, task.answer(numbers).tolist(), rollout.ended.tolist())
     return torch.tensor([task.grade(*row) for row in rows])
 
 
@@ -501,6 +522,8 @@ def find_model(name: str | None, task: Task = SUM, architecture: dict = ARCHITEC
     if DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
         raise ValueError("bfloat16 in vLLM needs a GPU of compute capability 8.0 or newer")
     if name is None and (DEVICE.type == "cpu" or architecture is not ARCHITECTURE):
+        if not task.demonstrate:
+            raise ValueError(f"--task {task.name} is for a released model: give --model too")
         return str(policy(task, architecture))
     name = name or "Qwen/Qwen3-0.6B"
     if "/" in name and Path(name).parent.is_dir() and not Path(name).exists():
@@ -790,12 +813,14 @@ def seed(text: str) -> int:
     return int(text)
 
 
-def arguments(file: str, doc: str, argv, task: Task = SUM, architecture: dict = ARCHITECTURE):
+def arguments(file: str, doc: str, argv, architecture: dict = ARCHITECTURE):
     """A lesson's flags, its trainer and its tokenizer. Exits with code 2 and one line if any of
     them is bad. A lesson without flags writes to figures/; with flags, or as a copy, to runs/."""
     name = Path(file).stem.removeprefix("bug_")
     parser = argparse.ArgumentParser(prog=Path(file).name, description=doc.split("\n")[0])
     parser.add_argument("--model", help="a directory or a hub name (on a CPU a tiny policy)")
+    parser.add_argument("--task", choices=TASKS, default="sum", help="a released model can also add "
+                        "two numbers of one, two or three digits, after three examples")
     parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampling")
     parser.add_argument("--quick", action="store_true", help="the same experiment, smaller")
     parser.add_argument("--out", type=Path, help="folder of the JSON and the picture")
@@ -806,7 +831,8 @@ def arguments(file: str, doc: str, argv, task: Task = SUM, architecture: dict = 
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.with_suffix(".tmp").write_text("")          # can it be written?
         args.json.with_suffix(".tmp").unlink()
-        args.path = find_model(args.model, task, architecture)
+        args.task = TASKS[args.task]
+        args.path = find_model(args.model, args.task, architecture)
         trainer = load_model(args.path)
     except (OSError, ValueError) as error:
         parser.error(str(error))

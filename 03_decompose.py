@@ -318,19 +318,34 @@ def gradient_bias(trainer, engine, clean, tokenizer, seed: int, quick: bool) -> 
     return rows[2:]
 
 
-def drift_directions(trainer, engine, tokenizer, seed: int, steps: int, period: int, perturb):
-    """Trains on the free tokens: {steps apart: cosine of the drift with itself}, over all pairs of
-    steps. A step at a sync has no lag, and is left out unless every step is one."""
-    trainer, drifts = copy.deepcopy(trainer), {}
-    run = grpo(trainer, engine, FREE, tokenizer, torch.optim.SGD(trainer.parameters(), lr=0.04),
-               weighted(lesson2.CORRECTIONS["none"]), steps, period, seed, prompts=48,
-               advantage="raw", head=-1, perturb=perturb, decay=False)
-    for batch in tqdm(run, total=steps, desc="drift in training"):
-        if batch.age or period == 1:
-            drifts[batch.step] = in_halves(drift, trainer, batch.rollout, batch.advantage)
-    pairs = {apart: [(drifts[k], drifts[k + apart]) for k in drifts if k + apart in drifts]
-             for apart in (1, 2, 4, 8, 16)}
-    return {str(apart): cosine(these) for apart, these in pairs.items() if these}
+DIRECTIONS = {      # what makes the drift -> steps between syncs, parameter noise (size, fresh?)
+    "discrepancy: one parameter noise of 10%": (1, (0.1, False)),
+    "control: a new one at each step": (1, (0.1, True)),
+    "lag: synced every 8 steps": (8, None)}
+
+
+def drift_directions(trainer, engine, tokenizer, seed: int, steps: int) -> list[dict]:
+    """Trains on the free tokens. A row per source of drift: {steps apart: cosine of the drift with
+    itself}, over all pairs of steps; and its size in the second half over that in the first. A step
+    at a sync has no lag, and is left out unless every step is one."""
+    rows = []
+    for name, (period, noise) in DIRECTIONS.items():
+        model, drifts = copy.deepcopy(trainer), {}
+        run = grpo(model, engine, FREE, tokenizer, torch.optim.SGD(model.parameters(), lr=0.04),
+                   weighted(lesson2.CORRECTIONS["none"]), steps, period, seed, prompts=48,
+                   advantage="raw", head=-1, decay=False,
+                   perturb=parameter_noise(noise[0], seed, noise[1]) if noise else None)
+        for batch in tqdm(run, total=steps, desc="drift in training"):
+            if batch.age or period == 1:
+                drifts[batch.step] = in_halves(drift, model, batch.rollout, batch.advantage)
+        row = {"drift made by": name}
+        for apart in (1, 2, 4, 8, 16):
+            pairs = [(drifts[k], drifts[k + apart]) for k in drifts if k + apart in drifts]
+            row |= {str(apart): cosine(pairs)} if pairs else {}
+        early, late = (np.mean([norm2(drifts[k]) for k in drifts if (k >= steps / 2) == half])
+                       for half in (False, True))
+        rows.append({**row, "size, late / early": root(late) / root(early)})
+    return rows
 
 
 # ---------------------------------------------------------------- the sync that loses updates
@@ -406,9 +421,10 @@ def verdict(result: dict) -> str:
 def main(argv=None) -> dict:
     args, trainer, tokenizer = lesson1.arguments(__file__, __doc__, argv)
     prompts, max_tokens, lr = SIZES[lesson1.scale(tokenizer)]
+    max_tokens = args.task.max_tokens if args.task.shots else max_tokens
     sampler, steps = lesson1.Sampler(args.path), 2 * PERIOD if args.quick else STEPS
     start = copy.deepcopy(trainer)                             # the run changes the trainer
-    run = grpo(trainer, sampler, lesson1.SUM, tokenizer,
+    run = grpo(trainer, sampler, args.task, tokenizer,
                torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0),
                weighted(lesson2.CORRECTIONS["tis"]), steps, PERIOD, args.seed,
                prompts=prompts, max_tokens=max_tokens, decay=False)             # a constant rate
@@ -418,16 +434,12 @@ def main(argv=None) -> dict:
         path = lesson1.policy(FREE)
         free, clean = lesson1.load_model(path), lesson1.Sampler(path, dtype="float32")
         result["drift"] = gradient_bias(free, sampler, clean, tokenizer, args.seed, args.quick)
-        steps, period = (9, 4) if args.quick else (24, 8)
-        arms = {"discrepancy: one parameter noise of 10%": (1, parameter_noise(0.1, args.seed)),
-                "control: a new one at each step": (1, parameter_noise(0.1, args.seed, True)),
-                f"lag: synced every {period} steps": (period, None)}
         samplers = {torch.bfloat16: sampler, torch.float32: clean,
                     torch.float16: lesson1.Sampler(args.path, "float16")}
         result["lost updates"] = lost_updates(start, samplers, tokenizer, args.seed,
                                               3 if args.quick else 17)
-        result["directions"] = [{"drift made by": name, **drift_directions(
-            free, sampler, tokenizer, args.seed, steps, *arm)} for name, arm in arms.items()]
+        result["directions"] = drift_directions(free, sampler, tokenizer, args.seed,
+                                                5 if args.quick else 24)
     result = lesson1.save(result, args.json)
     lesson1.table("a stale run, every second step", result["run"][::2])
     lesson1.table("predicted | measured", result["laws"], "law", "predicted", "measured", "±")

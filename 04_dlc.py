@@ -278,7 +278,7 @@ def over_floor(records: list[dict]) -> list[dict]:
 
 
 def compare(start, sampler, tokenizer, setting: Setting, seed: int, perturb=None) -> dict:
-    """All arms of a setting. perturb: what the stale arms' engine is sent in place of the weights."""
+    """All arms of a setting. perturb: what the stale arms' engine is sent for the weights."""
     reference = reference_run(start, sampler, tokenizer, setting)
     runs = []
     for name in setting.arms:
@@ -299,7 +299,8 @@ def verdict(rows: list[dict]) -> str:
 
 def main(argv=None) -> dict:
     args, trainer, tokenizer = lesson1.arguments(__file__, __doc__, argv)
-    setting, both = SIZES[lesson1.scale(tokenizer)], BOTH
+    setting, both = replace(SIZES[lesson1.scale(tokenizer)], task=args.task), BOTH
+    setting = replace(setting, max_tokens=None) if args.task.shots else setting
     if args.quick:
         setting, both = (replace(x, steps=6, period=6, prompts=min(8, x.prompts), every=2)
                          for x in (setting, both))

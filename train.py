@@ -73,7 +73,8 @@ WHOLE = shards.StateDictOptions(full_state_dict=WORLD > 1)       # not this proc
 def train(args, trainer, tokenizer, sampler, saved: dict | None):
     """Trains the trainer and returns the policy. `saved`: where a stopped run goes on. Raises
     FloatingPointError if a gradient is not finite, ValueError if the responses are not mu's."""
-    task, correct, V = lesson1.SUM, CORRECTIONS[args.correction], lesson1.vocabulary(trainer)
+    task, correct = lesson1.TASKS[args.task], CORRECTIONS[args.correction]
+    V = lesson1.vocabulary(trainer)
     first, synced, old = 0, 0, copy.deepcopy(trainer)    # old: the trainer at theta_s
     if WORLD > 1:                        # FSDP2: a part of every layer's state for each process
         lists = (m for m in trainer.modules() if isinstance(m, torch.nn.ModuleList))
@@ -237,6 +238,7 @@ def parse(argv):
     parser = argparse.ArgumentParser(prog="train.py", description=__doc__.split("\n")[0])
     add, dtypes = parser.add_argument, ["bfloat16", "float16", "float32"]
     add("--model", help="a directory or a hub name (a tiny policy; on a GPU Qwen3-0.6B)")
+    add("--task", choices=lesson1.TASKS, default="sum", help="add1 to add3: for released models")
     add("--steps", type=int, help="optimizer steps (tiny 80, cpu 20, gpu 80; --quick 4)")
     add("--prompts", type=int, help="prompts per step (tiny 32, cpu 8, gpu 16; --quick 8)")
     add("--group-size", type=int, default=8, help="responses per prompt (8)")
@@ -281,7 +283,9 @@ def prepare(args):
     args.out.mkdir(parents=True, exist_ok=True)
     if (args.out / ("summary.json" if args.resume else "run.json")).exists():
         raise ValueError(f"{args.out} holds a run {'that has ended' if args.resume else 'already'}")
-    path = [lesson1.find_model(args.model) if RANK == 0 else None]     # builds the tiny policy
+    task = lesson1.TASKS[args.task]
+    # builds the tiny policy, if there is none yet
+    path = [lesson1.find_model(args.model, task) if RANK == 0 else None]
     if WORLD > 1:
         torch.distributed.broadcast_object_list(path)
     args.model = str(Path(path[0]).resolve() if Path(path[0]).exists() else path[0])
@@ -289,6 +293,7 @@ def prepare(args):
     tokenizer = lesson1.transformers.AutoTokenizer.from_pretrained(args.model)
     defaults = dict(zip(BY_MODEL, DEFAULTS[lesson1.scale(tokenizer)]))
     defaults.update({"steps": 4, "prompts": 8} if args.quick else {})
+    defaults.update({"max_tokens": task.max_tokens} if task.shots else {})
     for name, value in defaults.items():
         if getattr(args, name) is None and (name != "head" or args.correction == "dlc"):
             setattr(args, name, value)
@@ -321,7 +326,7 @@ def main(argv=None, sampler=None) -> None:
         start = lesson5.RoutedSampler if lesson5.is_mixture(trainer.config) else lesson1.Sampler
         sampler = sampler or start(args.model, args.engine_dtype, lm_head_fp32=args.lm_head_fp32,
                                    kv_cache_gib=2)
-        held_out = lesson1.SUM, tokenizer, 8 * args.prompts, args.max_tokens
+        held_out = lesson1.TASKS[args.task], tokenizer, 8 * args.prompts, args.max_tokens
         if RANK == 0 and not args.resume:
             args.before = lesson3.held_out(trainer, sampler, *held_out)
             (args.out / "run.json").write_text(json.dumps(vars(args), default=str, indent=1))

@@ -364,11 +364,35 @@ def say_lag() -> str:
             f"(rms, {len(ratios)} syncs)")
 
 
+@table("directions")
+def directions_table() -> str:
+    """Lesson 3: cosine of the drift with itself, by steps apart, and its size in the second half of the run over that in
+    the first; mean ± standard deviation over four seeds"""
+    runs = [rows for key, rows in load("03_study").items() if key.startswith("directions")]
+    table = []
+    for rows in zip(*runs):
+        columns = {key: [np.nan if row.get(key) is None else row[key] for row in rows] for key in list(rows[0])[1:]}
+        table.append([rows[0]["drift made by"], *(f"{np.mean(x):.2f} ± {np.std(x):.2f}" for x in columns.values())])
+    head = max((list(rows[0]) for rows in runs), key=len, default=[])
+    return markdown([head[0], *(f"{key} apart" if key.isdigit() else key for key in head[1:])], table) if runs else ""
+
+
+@table("cast")
+def cast_table() -> str:
+    """Lesson 3: a sync before every step, AdamW at 3e-5 from bf16 weights. Does the engine see the updates?"""
+    rows = load("03_decompose").get("lost updates", [])
+    return markdown(["trainer, engine", "step", "mean abs arithmetic", "mean abs cast", "the policy has moved",
+                     "weights that the engine sees changed: predicted", "measured"], [
+        [row["trainer | engine"].replace(" |", ","), row["step"],
+         *(power(row[f"mean |{part}|"]) for part in ("arithmetic", "cast", "movement")),
+         f"{row['weights seen to change, predicted']:.0%}", f"{row['measured']:.0%}"] for row in rows])
+
+
 @table("feedback")
 def feedback_table() -> str:
-    """Lesson 3's feedback loop: growth of the lag under w = r over that under w = 1."""
-    ratios = import_module("study").feedback_ratios
-    rows = [ratios(rows) for rows in load("03_study").values()]
+    """Lesson 3's feedback loop: rms lag (nats, on the start's responses) over that of two on-policy runs, before and
+    after the ESS of the run with w = r first falls below 1/2; and the step of first harm (KL above three floors)"""
+    rows = import_module("study").feedback_rows([r for key, r in load("03_study").items() if key.startswith("lr")])
     return markdown(list(rows[0]), [[f"{row['lr']:g}", *map(number, list(row.values())[1:])] for row in rows])
 
 
@@ -502,17 +526,19 @@ def each(values, digits: int = 2) -> str:
 
 def arms_table(setting: str) -> str:
     study = import_module("study")
-    head = ["arm", "accuracy at the end", "KL / floor, fresh prefixes", "second half of the run",
-            "KL / floor, the sampler's prefixes", "syncs", "dropped tokens", "seconds"]
+    head = ["arm", "accuracy at the end", "KL / floor, fresh prefixes", "at most 2", "p, DLC lower",
+            "second half of the run", "KL / floor, the sampler's prefixes", "syncs", "dropped tokens", "seconds"]
     return markdown(head, [
-        [row["arm"], each(row["accuracy"]), each(row["KL / floor"], 1), each(row["second half"], 1),
+        [row["arm"], each(row["accuracy"]), each(row["KL / floor"], 1), row["at most 2"],
+         "-" if row["p, DLC lower"] is None else f"{row['p, DLC lower']:.2g}", each(row["second half"], 1),
          each(row["on the sampler's prefixes"], 1), each(row["syncs"]), f"{row['dropped tokens']:.0f}",
          f"{row['seconds']:.0f}"] for row in study.arm_rows(study.main_runs(records_04(), setting))])
 
 
 @table("arms-sum")
 def arms_sum() -> str:
-    """Lesson 4: every arm on the running sum, sampler synced every 64 of 80 steps; a number per seed"""
+    """Lesson 4: every arm on the running sum, sampler synced every 64 of 80 steps; a number per seed. p: chance
+    that a random split of both arms' KLs favors DLC as much (rank test, one-sided)"""
     return arms_table("sum")
 
 
@@ -525,19 +551,51 @@ def arms_stop() -> str:
 @table("arms-short")
 def arms_short() -> str:
     study, rows = import_module("study"), []
-    tasks = [study.arm_rows(study.main_runs(records_04(), name)) for name in ("sum", "stop")]
-    for one, two in zip(*tasks):
-        if one["arm"] in [*study.MAIN_04, "lag clip + resync", "dlc, periodic"]:
-            rows.append([one["arm"], *(cell for row in (one, two) for cell in (
-                each(row["KL / floor"], 1), span(row["syncs"]), f"{row['dropped tokens']:.0f}"))])
+    tasks = [{row["arm"]: row for row in study.arm_rows(study.main_runs(records_04(), name))} for name in ("sum", "stop")]
+    for arm in [*study.MAIN_04, "none, periodic", "dlc, periodic"]:
+        if all(arm in task for task in tasks):
+            rows.append([arm, *(cell for task in tasks for cell in (
+                each(task[arm]["KL / floor"], 1), span(task[arm]["syncs"]), f"{task[arm]['dropped tokens']:.0f}"))])
     return markdown(["arm", *(f"{task}: {what}" for task in ("running sum", "early stop")
                               for what in ("KL / floor", "syncs", "dropped tokens"))], rows)
 
 
+def both_table(short: bool) -> str:
+    rows = import_module("study").both_rows([*load("both_study").values()])
+    if short:
+        return markdown(["arm", "KL / floor", "entropy", "syncs"], [
+            [row["arm"], each(row["KL / floor"], 1), each(row["entropy"]), span(row["syncs"])]
+            for row in rows if row["engine"] == "5% noise" or row["arm"] == "on-policy"])
+    return markdown(["engine", *list(rows[0])[1:]], [
+        [row["engine"], row["arm"], each(row["KL / floor"], 1), each(row["entropy"]), each(row["reward"]),
+         each(row["syncs"]), f"{row['dropped tokens']:.0f}"] for row in rows])
+
+
+@table("both")
+def both_long() -> str:
+    """Lesson 4: lag and discrepancy together, on the free tokens, synced every 50 of 100 steps; a number per seed.
+    The on-policy runs have the natural engine"""
+    return both_table(short=False)
+
+
+@table("both-short")
+def both_short() -> str:
+    return both_table(short=True)
+
+
+@table("constancy")
+def constancy_table() -> str:
+    """Lesson 3 and 4: does the discrepancy stay about constant? Its change over a run on the running sum, in % of its mean"""
+    study = import_module("study")
+    rows = study.constancy(study.main_runs(records_04(), "sum"))
+    return markdown(list(rows[0]), [[row["arm"], number(row["accuracy"]), *(f"{x:.0f}" for x in list(row.values())[2:])]
+                                    for row in rows])
+
+
 @table("positions")
 def positions_table() -> str:
-    """Lesson 4, early stop: KL in nats at the first four positions and at later ones (mean over the seeds); and, seed by
-    seed, the step at which the token mean first exceeds .2 nats, and three of the prefixes' own floors"""
+    """Lesson 4, early stop: KL in nats at the first four positions and at later ones (mean over the seeds), on fresh
+    responses and on the sampler's (of on-policy runs: on the start policy's). Seed by seed, the step at which the token mean first exceeds .2 nats, and three of the prefixes' own floors"""
     study = import_module("study")
     shown = [*study.MAIN_04, "ppo", "seq-mis", "centering"]
     rows = [row for row in study.positions(study.main_runs(records_04(), "stop")) if row["arm"] in shown]
@@ -551,31 +609,33 @@ def positions_table() -> str:
 
 @table("free")
 def free_table() -> str:
-    """Lesson 4: the discrepancy alone, on the free tokens, sampler synced before every step; a noise per seed"""
+    """Lesson 4: the discrepancy alone, on the free tokens, sampler synced before every step; a number per seed"""
     study, rows = import_module("study"), []
-    for noise in (0.0, 0.05, 0.1):
+    records = [*load("both_study").values()]
+    for engine in ("", "5% noise", "10% noise"):
         for arm in ("none", "tis", "centering"):
-            row = [f"{noise:.0%}", arm]
+            row = [engine or "natural", arm]
             for kind in ("raw", "mean"):
-                mine = [r for r in records_04() if r["setting"] == f"free, {kind}"]
-                base = np.mean([study.mean_kl(r) for r in mine if r["arm"] == "none" and not r["noise"]])
-                cell = [r for r in mine if r["arm"] == arm and r["noise"] == noise]
+                mine = [r for r in records if r["setting"] == f"free, {kind}"]
+                base = np.mean([study.mean_kl(r) for r in mine if r["arm"] == "none" and not r["engine"]])
+                cell = [r for r in mine if r["arm"] == arm and r["engine"] == engine]
                 row += [each([study.mean_kl(r) / base for r in cell], 1), each([r["entropy"] for r in cell])]
                 row += [each([r["accuracy"] for r in cell])] if kind == "raw" else []
             rows.append(row)
-    return markdown(["parameter noise in the engine", "arm", "raw rewards: KL / floor", "entropy at the end",
+    return markdown(["engine", "arm", "raw rewards: KL / floor", "entropy at the end",
                      "reward", "group means: KL / floor", "entropy"], rows)
 
 
 @table("alarms")
 def alarms_table() -> str:
-    """Lesson 4: which alarm rings before the harm (three floors), in runs without a resync? All tasks and arms pooled"""
+    """Lesson 4: which alarm rings before the harm? Arms that weight by the lag and are never resynced (token-is, tis,
+    lag clip); harm is a KL above so many floors"""
+    rows = import_module("study").alarms(records_04())
     return markdown(
-        ["alarm", "harmed runs: before the harm", "at the same step, later or never", "false alarms in quiet runs",
+        ["task", "alarm", "harm, floors", "before the harm", "at the same step", "later or never", "false alarms in quiet runs",
          "median lead, steps"],
-        [[row["alarm"], row["before"], row["late"], f"{row['false']} of {row['quiet']}",
-          f"{np.median(row['leads']):.0f}" if row["leads"] else "-"]
-         for row in import_module("study").alarms(records_04())])
+        [[row["task"], row["alarm"], row["harm, floors"], row["before"], row["same step"], row["later"],
+          f"{row['false']} of {row['quiet']}", f"{np.median(row['leads']):.0f}" if row["leads"] else "-"] for row in rows])
 
 
 @table("tail")

@@ -122,11 +122,14 @@ def feedback_rows(records: list[dict]) -> list[dict]:
 
 @study("03")
 def study_03(path: Path) -> None:
-    """The feedback loop: eight seeds at two learning rates."""
+    """The feedback loop: eight seeds at two learning rates. The drift's directions: four seeds."""
     policy = lesson1.policy()
-    trainer, tokenizer = lesson1.load_model(policy), lesson1.make_tokenizer()
+    trainer, tokenizer, sampler = lesson1.load_model(policy), lesson1.make_tokenizer(), lesson1.Sampler(policy)
     plan = {f"lr {lr}, seed {seed}": (seed, lr) for seed in range(8) for lr in (1.5e-3, 5e-4)}
-    runs = resumable(path, plan, partial(feedback, trainer, lesson1.Sampler(policy), tokenizer))
+    runs = resumable(path, plan, partial(feedback, trainer, sampler, tokenizer))
+    free = lesson1.load_model(lesson1.policy(lesson3.FREE))
+    resumable(path, {f"directions, seed {seed}": (seed,) for seed in range(4)},
+              lambda seed: lesson3.drift_directions(free, sampler, tokenizer, seed, 24))
     lesson1.table("rms lag in nats over that of on-policy runs, before and after w = r's ESS < 1/2",
                   feedback_rows([*runs.values()]))
 
@@ -459,7 +462,7 @@ def study_both(path: Path) -> None:
 # ------------------------------- what the records say
 def mean_kl(record: dict, key: str = FRESH) -> float:
     """Mean over the checkpoints at which there is such a position, in nats."""
-    return float(np.mean([v for v in record[key] if v is not None]))
+    return float(np.mean([v for v in np.atleast_1d(record[key]) if v is not None]))
 
 
 def floor(records: list[dict], key: str = FRESH) -> float:
@@ -505,6 +508,20 @@ def both_rows(records: list[dict]) -> list[dict]:
                      "entropy": [r["entropy"] for r in mine], "reward": [r["accuracy"] for r in mine],
                      "syncs": [r["syncs"] for r in mine],
                      "dropped tokens": float(np.mean([r["dropped tokens"] for r in mine]))})
+    return rows
+
+
+def constancy(records: list[dict]) -> list[dict]:
+    """Does the discrepancy stay about constant? Its change over a run, in % of its mean (a least-squares
+    line), mean and standard deviation over the seeds; as it is, and on the log-odds of the token (|d| / (1 - p))."""
+    rows = []
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        mine, row = [r for r in records if r["arm"] == arm], {"arm": arm}
+        row["accuracy"] = float(np.mean([r["accuracy"] for r in mine]))
+        for key in ("rms d", "d on log-odds"):
+            changes = [100 * len(r[key]) * lesson3.slope(r[key])[0] / np.mean(r[key]) for r in mine]
+            row |= {f"{key}: change, %": float(np.mean(changes)), f"{key}: ±": float(np.std(changes))}
+        rows.append({**row, "seeds": len(mine)})
     return rows
 
 
@@ -560,7 +577,7 @@ def positions(records: list[dict]) -> list[dict]:
         for prefixes in (FRESH, STALE):
             limits = threshold(records, prefixes)
             for part in (", early", ", late"):
-                row[prefixes + part] = [r[prefixes + part] for r in mine]
+                row[prefixes + part] = [mean_kl(r, prefixes + part) for r in mine]
             row[f"{prefixes}, above {COMMON}"] = [first(r["checkpoints"], r[prefixes], COMMON) for r in mine]
             row[f"{prefixes}, above {HARM} floors"] = [first(r["checkpoints"], r[prefixes], limits) for r in mine]
         rows.append(row)
