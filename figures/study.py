@@ -5,6 +5,8 @@
     python figures/study.py both    corrections under a discrepancy, alone and with a lag
     python figures/study.py 05      training with router replay
     python figures/study.py train   train.py: four arms, three seeds, for figures/train.json
+    python figures/study.py pretrained MODEL     the sync that loses updates, on a released model of
+                                                 about 135 million parameters, SmolLM2-135M-Instruct
 
 A study writes figures/NN_study.json after each run. Stopped and started again it goes on where it
 was: a record that is there is not made again. Delete the file after a change of the code. The records
@@ -710,12 +712,94 @@ def study_train(path: Path) -> None:
     lesson1.save(train_json([*records.values()]), path.with_name("train.json"))
 
 
+# ---------------------------------------------------------------- a released model
+ADD = lesson1.TASKS["add1"]
+LAST = 23                               # step of the last batch
+
+
+def normal_share(d, A) -> float:
+    """Share of tokens that PPO's clip (0.2) stops, if d = log pi - log mu (n,) is normal and independent of A."""
+    normal = torch.distributions.Normal(d.mean(), d.std().clamp(min=1e-12))
+    high, low = 1 - normal.cdf(torch.tensor(1.2, device=d.device).log()), normal.cdf(torch.tensor(0.8, device=d.device).log())
+    return ((A > 0).float().mean() * high + (A < 0).float().mean() * low).item()
+
+
+def pretrained(trainer, engines, tokenizer, contract: str, arm: str, period: int, seed: int) -> dict:
+    """One run's record: per step the sampler's reward, the sizes of the three parts in nats, the share of weights
+    that the engine sees changed, and of tokens that PPO would clip though the lag is 0 (predicted, measured).
+    At the end what the trainer's own policy answers, and what its weights do as the engine holds them."""
+    forward, dtype = lesson3.CONTRACTS[contract]
+    model, held, rows, answers = copy.deepcopy(trainer), copy.deepcopy(trainer), [], {}
+    autocast = torch.autocast(lesson1.DEVICE.type, forward, enabled=forward != torch.float32)
+    logprobs = autocast(lesson1.logprobs)
+    its = {"none": {"loss": none}, "tis": {"loss": tis}, "centering": dlc(f=unweighted, resync_ess=0), "dlc": dlc()}[arm]
+    loss, scale = its["loss"], 1024 if forward == torch.float16 else 1    # AdamW does not see the scale
+    run = lesson3.grpo(
+        model, engines[dtype], ADD, tokenizer, torch.optim.AdamW(model.parameters(), lr=3e-6, weight_decay=0.0),
+        lambda batch: None if (value := loss(batch)) is None else scale * value, LAST + 1, period, seed, prompts=8,
+        head=its.get("head", 0), decay=False,
+        logprobs=lambda model, rollout, old, grad: logprobs(model, rollout, True, grad))
+    start = torch.cat([p.detach().flatten() for p in trainer.parameters()])
+    for batch in tqdm(run, total=LAST + 1, desc=f"{contract}, {arm}, seed {seed}"):
+        held.load_state_dict(lesson3.cast(model.state_dict(), dtype))
+        r, mask = batch.rollout, batch.rollout.mask
+        if batch.step == LAST:
+            judge = engines["judge"], ADD, tokenizer, 128
+            answers = {"trainer": lesson3.held_out(model, *judge), "as the engine holds it": lesson3.held_out(held, *judge)}
+        if batch.age == 0:
+            logp_held = logprobs(held, r)
+            parts = {"arithmetic": logp_held - r.logp_sampler, "cast": batch.logp_old - logp_held}
+        else:       # the sampler holds older weights: only the whole discrepancy is known
+            parts = {"discrepancy": batch.logp_old - r.logp_sampler}
+        ratio = (batch.logp.detach() - r.logp_sampler).exp()
+        d, A = ratio.log()[mask], batch.advantage[:, None].expand_as(mask)[mask]
+        now = torch.cat([p.detach().flatten() for p in model.parameters()])
+        rows.append({
+            "reward": batch.R.mean().item(), **{f"mean |{name}|": x[mask].abs().mean().item() for name, x in parts.items()},
+            "mean |lag|": batch.lag[mask].abs().mean().item(), "mean |log pi - log mu|": d.abs().mean().item(),
+            "synced": batch.age == 0, "dropped": batch.dropped, **lesson3.visible(now, start, dtype),
+            "clipped, predicted": normal_share(d, A),
+            "clipped": (~lesson2.ppo_keeps(ratio, batch.advantage, 0.2, 0.2))[mask].double().mean().item()})
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {"contract": contract, "arm": arm, "period": period, "seed": seed, "answers": answers,
+            **{key: [row.get(key) for row in rows] for key in keys}}
+
+
+def plan_pretrained() -> dict:
+    """{key: arguments}: the four contracts; corrections of a broken one; a stale sampler under an exact one."""
+    runs = []
+    for seed in range(3):
+        runs += [(contract, "none", 1, seed) for contract in ("fp32 | bf16", "fp32 | fp32", "bf16 | bf16", "fp16 | fp16")]
+        runs += [("fp32 | bf16", arm, 1, seed) for arm in ("tis", "centering", "dlc")]
+        runs += [("fp32 | fp32", arm, 12, seed) for arm in ("none", "tis", "dlc")]
+    return {f"{contract}, {arm}, synced every {period}, seed {seed}": (contract, arm, period, seed)
+            for contract, arm, period, seed in runs}
+
+
+@study("pretrained")
+def study_pretrained(path: Path, model: str) -> None:
+    """The four precision contracts on a released model, and what corrections do to a broken one."""
+    model = lesson1.find_model(model, ADD)
+    trainer, tokenizer = lesson1.load_model(model), lesson1.transformers.AutoTokenizer.from_pretrained(model)
+    engines = {}
+
+    def one(contract: str, *arguments) -> dict:
+        for name, dtype in ((lesson3.CONTRACTS[contract][1],) * 2, ("judge", torch.float32)):
+            if name not in engines:
+                engines[name] = lesson1.Sampler(model, str(dtype).removeprefix("torch."))
+        return pretrained(trainer, engines, tokenizer, contract, *arguments)
+    resumable(path, plan_pretrained(), one)
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("lesson", choices=sorted(STUDIES))
+    parser.add_argument("model", nargs="?", help="for pretrained: a directory or a hub name")
     parser.add_argument("--out", type=Path, default=ROOT / "figures", help="folder of the JSON")
     args = parser.parse_args(argv)
-    STUDIES[args.lesson](args.out / f"{args.lesson}_study.json")
+    if (args.lesson == "pretrained") != bool(args.model):
+        parser.error("pretrained, and no other study, needs a model")
+    STUDIES[args.lesson](args.out / f"{args.lesson}_study.json", *[args.model] * bool(args.model))
 
 
 if __name__ == "__main__":
