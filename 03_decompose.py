@@ -292,7 +292,7 @@ FREE = lesson1.Task(     # only the digits are graded: a drift can move the lett
 def gradient_bias(trainer, engine, clean, tokenizer, seed: int, quick: bool) -> list[dict]:
     """At the free-tokens policy's own weights: drift D and gradient G of mu's samples against the
     gradient S of a clean engine's samples. Other samples of that engine show the noise."""
-    n, group_size = 32 if quick else 128, 8
+    n, group_size = 16 if quick else 128, 8
     digits, prompts = lesson1.make_prompts(FREE, tokenizer, n, np.random.default_rng(seed))
     arms = [("on-policy", clean, 0, None, -1), ("clean fp32, other samples", clean, 1, None, -1),
             ("natural bf16", engine, 2, None, -1)]
@@ -324,7 +324,8 @@ DIRECTIONS = {      # what makes the drift -> steps between syncs, parameter noi
     "lag: synced every 8 steps": (8, None)}
 
 
-def drift_directions(trainer, engine, tokenizer, seed: int, steps: int) -> list[dict]:
+def drift_directions(trainer, engine, tokenizer, seed: int, steps: int = 24,
+                     prompts: int = 48) -> list[dict]:
     """Trains on the free tokens. A row per source of drift: {steps apart: cosine of the drift with
     itself}, over all pairs of steps; and its size in the second half over that in the first. A step
     at a sync has no lag, and is left out unless every step is one."""
@@ -332,8 +333,8 @@ def drift_directions(trainer, engine, tokenizer, seed: int, steps: int) -> list[
     for name, (period, noise) in DIRECTIONS.items():
         model, drifts = copy.deepcopy(trainer), {}
         run = grpo(model, engine, FREE, tokenizer, torch.optim.SGD(model.parameters(), lr=0.04),
-                   weighted(lesson2.CORRECTIONS["none"]), steps, period, seed, prompts=48,
-                   advantage="raw", head=-1, decay=False,
+                   weighted(lesson2.CORRECTIONS["none"]), steps, period, seed,
+                   prompts=prompts, advantage="raw", head=-1, decay=False,
                    perturb=parameter_noise(noise[0], seed, noise[1]) if noise else None)
         for batch in tqdm(run, total=steps, desc="drift in training"):
             if batch.age or period == 1:
@@ -438,8 +439,8 @@ def main(argv=None) -> dict:
                     torch.float16: lesson1.Sampler(args.path, "float16")}
         result["lost updates"] = lost_updates(start, samplers, tokenizer, args.seed,
                                               3 if args.quick else 17)
-        result["directions"] = drift_directions(free, sampler, tokenizer, args.seed,
-                                                5 if args.quick else 24)
+        size = {"steps": 5, "prompts": 8} if args.quick else {}
+        result["directions"] = drift_directions(free, sampler, tokenizer, args.seed, **size)
     result = lesson1.save(result, args.json)
     lesson1.table("a stale run, every second step", result["run"][::2])
     lesson1.table("predicted | measured", result["laws"], "law", "predicted", "measured", "±")

@@ -131,7 +131,7 @@ def study_03(path: Path) -> None:
     runs = resumable(path, plan, partial(feedback, trainer, sampler, tokenizer))
     free = lesson1.load_model(lesson1.policy(lesson3.FREE))
     resumable(path, {f"directions, seed {seed}": (seed,) for seed in range(4)},
-              lambda seed: lesson3.drift_directions(free, sampler, tokenizer, seed, 24))
+              lambda seed: lesson3.drift_directions(free, sampler, tokenizer, seed))
     lesson1.table("rms lag in nats over that of on-policy runs, before and after w = r's ESS < 1/2",
                   feedback_rows([*runs.values()]))
 
