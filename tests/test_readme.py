@@ -3,6 +3,7 @@ import json
 import re
 
 import pytest
+import torch
 from conftest import ROOT
 
 import draw
@@ -60,6 +61,38 @@ def sentences() -> dict[str, str]:
 @pytest.mark.parametrize("name", ["cost", "cure", "collapses", "constant", "curve", "accuracy"])
 def test_a_sentences_numbers_are_those_of_the_json(name):
     assert sentences()[name] in " ".join(README.split()), sentences()[name]
+
+
+# ---------------------------------------------------------------- the function to paste
+def log_probs(fault: str):
+    """(sampler, old, now, mask) of 64 responses of 30 tokens, over 12 tokens, with one fault."""
+    rng = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(64, 30, 12, generator=rng)
+    engine = logits + (0.5 if fault == "other weights" else 0.002) * torch.randn(logits.shape, generator=rng)
+    if fault == "top-k":
+        engine = engine.masked_fill(engine < engine.topk(3, -1).values[..., -1:], -torch.inf)
+    drawn = engine / (0.7 if "temperature" in fault else 1.0)
+    ids = torch.distributions.Categorical(logits=drawn).sample()[..., None]
+    recorded = drawn if fault == "temperature" else engine
+    sampler, old = (x.log_softmax(-1).gather(-1, ids)[..., 0] for x in (recorded, logits))
+    if fault == "raw temperature":       # the trainer divides, the recorded log mu does not
+        old = (logits / 0.7).log_softmax(-1).gather(-1, ids)[..., 0]
+    if fault == "misaligned":
+        old = old.roll(1, 1)
+    lag = (0.2 if fault == "lag" else 0.01) * torch.randn(old.shape, generator=rng)
+    return sampler, old, old + lag, torch.ones_like(old, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("fault, words", [
+    ("none", ": rounding."), ("temperature", "a temperature in the sampler only"), ("raw temperature", "before the temperature"),
+    ("top-k", "top-k or top-p"), ("misaligned", "misaligned by one"), ("other weights", "other weights"), ("lag", "ESS of responses 0.")])
+def test_the_function_to_paste_names_the_fault(fault, words):
+    code, = re.findall("```python\n(.*?)```", README, re.DOTALL)
+    pasted = {}
+    exec(code, pasted)
+    torch.manual_seed(0)
+    said = pasted["read_aloud"](*log_probs(fault))
+    assert words in said and ("ESS of responses 0.9" in said or "ESS of responses 1.0" in said) == (fault != "lag"), said
 
 
 def test_every_json_is_json():
