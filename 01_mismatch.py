@@ -458,6 +458,11 @@ def scale(tokenizer) -> str:
     return "tiny" if is_tiny(tokenizer) else "gpu" if DEVICE.type == "cuda" else "cpu"
 
 
+def engine_dtype(tokenizer) -> str:
+    """Of training: a released model moves too little per step for a bf16 engine to see (lesson 3)."""
+    return "bfloat16" if is_tiny(tokenizer) else "float32"
+
+
 def make_tokenizer():
     """One character, one token: a tokenizer that vLLM and transformers load like any other."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

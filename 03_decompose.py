@@ -423,7 +423,8 @@ def main(argv=None) -> dict:
     args, trainer, tokenizer = lesson1.arguments(__file__, __doc__, argv)
     prompts, max_tokens, lr = SIZES[lesson1.scale(tokenizer)]
     max_tokens = args.task.max_tokens if args.task.shots else max_tokens
-    sampler, steps = lesson1.Sampler(args.path), 2 * PERIOD if args.quick else STEPS
+    sampler = lesson1.Sampler(args.path, lesson1.engine_dtype(tokenizer))
+    steps = 2 * PERIOD if args.quick else STEPS
     start = copy.deepcopy(trainer)                             # the run changes the trainer
     run = grpo(trainer, sampler, args.task, tokenizer,
                torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0),

@@ -304,8 +304,7 @@ def main(argv=None) -> dict:
     if args.quick:
         setting, both = (replace(x, steps=6, period=6, prompts=min(8, x.prompts), every=2)
                          for x in (setting, both))
-    # a released model moves too little per step for a bf16 engine to notice
-    sampler = lesson1.Sampler(args.path, "bfloat16" if lesson1.is_tiny(tokenizer) else "float32")
+    sampler = lesson1.Sampler(args.path, lesson1.engine_dtype(tokenizer))
     result = {"model": args.path, "seed": args.seed, "laws": laws(),
               **compare(trainer, sampler, tokenizer, setting, args.seed)}
     if lesson1.is_tiny(tokenizer):          # other policies do not know the free tokens
