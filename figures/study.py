@@ -447,7 +447,8 @@ def study_04(path: Path) -> None:
     start = lesson1.load_model(lesson1.policy())
     resumable(path, {"tail": (0,)}, lambda seed: tail_04(start, sampler, tokenizer, seed))
     plan = plan_04()
-    plan |= periodic_04(resumable(path, plan, one))
+    main = {key: run for key, run in plan.items() if run[1] in MAIN_04 and len(run) == 3}
+    plan = main | periodic_04(resumable(path, main, one)) | plan         # in this order
     records = list(resumable(path, plan, one).values())
     for name in ("sum", "stop"):
         lesson1.table(f"{name}: KL in floors, a number per seed", arm_rows(main_runs(records, name)))
