@@ -87,9 +87,9 @@ def center(head_logp: Tensor, head_logp_old: Tensor, head_logp_sampler: Tensor, 
 
     head_logp*: (B, T, K) log-probs of the sampler's K most likely tokens under pi_theta, with its
     graph, under pi_old and under mu, normalized over the full vocabulary. K = vocabulary is exact.
-    Else the other tokens, the tail, are modeled (as in arXiv 2609.20807, eq. 12, which has no pi_old).
-    Then f must be bounded, as ppo_clipped is not for A < 0, and only the gradient has a meaning.
-    Raises ValueError for K = 0."""
+    Else the other tokens, the tail, are modeled (as in arXiv 2609.20807, eq. 12, which has no
+    pi_old). Then f must be bounded, as ppo_clipped is not for A < 0, and only the gradient has a
+    meaning. Raises ValueError for K = 0."""
     K, A = head_logp.shape[-1], advantage[:, None]
     if K == 0:
         raise ValueError("a center needs the sampler's most likely tokens: sample with head=K")
@@ -119,9 +119,8 @@ def lag_ess(lag: Tensor, mask: Tensor) -> float:
 
 
 def mean_ratio(lag: Tensor, mask: Tensor) -> float:
-    """Mean lag ratio of the tokens. Predicted: 1 for samples of pi_old, over which pi / pi_old has the
-    mean 1. It falls if mass moves to where the sampler does not look. The ESS does not fall then:
-    halve all r, and it is the same."""
+    """Mean lag ratio of the tokens. Predicted: 1, its mean under pi_old. It falls if mass moves to
+    where the sampler does not look. The ESS does not fall then: halve all r, and it is the same."""
     return lesson2.ratio(lag[mask].double()).mean().item()
 
 
