@@ -6,8 +6,9 @@ weights. The Discrepancy-Lag Correction (DLC) has a remedy for each:
   center   The discrepancy's drift (lesson 3) is small, but it keeps its direction. Subtract it.
   clip     The lag ratio r = pi_theta / pi_theta_s corrects its token, but it spreads with every
            update. Cap it: f(r) = min(r, C).
-  resync   Once few responses carry all the weight, no cap helps. If the effective sample size of
-           the responses, (sum r)^2 / (n sum r^2), is below 1/2: sync, drop the batch, sample again.
+  resync   Once few responses carry most of the weight, the rest of the batch says nothing, and no
+           cap helps. If the effective sample size of the responses, (sum r)^2 / (n sum r^2), is
+           below 1/2: sync, drop the batch, sample again.
 
 With q = mu(. | prefix) and a the sampled token, the loss per token is
 
@@ -50,6 +51,7 @@ TAIL_FLOOR = 1e-6      # the trainer's tail mass is not taken to be smaller
 
 
 # ---------------------------------------------------------------- clip the lag
+# Not pi / mu, as TIS does: d is small, and the center takes its mean away without a weight.
 # f maps lags l = log r to weights. advantage: (B,) with lags (B, T), (B, 1) with lags (B, T, K)
 def clipped(lag: Tensor, advantage: Tensor) -> Tensor:
     """f(r) = min(r, C)."""
@@ -64,7 +66,7 @@ def ppo_clipped(lag: Tensor, advantage: Tensor) -> Tensor:
 
 @lesson2.correction
 def lag_clip(x, C=C):
-    """w = min(r, C) as a correction of lesson 2: train.py's --correction dlc."""
+    """w = min(r, C) as a correction of lesson 2: the weight of train.py's --correction dlc."""
     return x.lag.clamp(max=C)
 
 
@@ -78,9 +80,10 @@ def lag_clip(x, C=C):
 #     (1, 0)                       .25               .30              .24
 #     (0, 1)                      -.25              -.20             -.24
 #
-# Uncentered, each step errs toward the first token, and the errors accumulate. A cap makes such a
-# mean too: sum_v pi_old,v f(r_v) s_v is 0 for f(r) = r, but not for min(r, C). On the running sum,
-# where d is far below l, the center mostly removes this one.
+# Uncentered, each step errs toward the first token, and the errors accumulate. With the weight r
+# the mean is sum_v q_v r_v s_v, and q_v r_v = pi_v exp(-d_v): again 0 but for the discrepancy. A cap
+# makes a mean of its own, as min(r, C) is not r. On the task SUM, where d is far below l, the center
+# mostly removes this one.
 def center(head_logp: Tensor, head_logp_old: Tensor, head_logp_sampler: Tensor, advantage: Tensor,
            vocabulary: int, f=clipped) -> Tensor:
     """sum_v sg(q_v f(r_v)) log pi(v), (B, T) in nats. Its gradient is the mean of f(r) s under mu.
@@ -185,7 +188,7 @@ class Setting:
     decay: bool = True                 # of the learning rate
 
 
-SIZES = {     # the first was found with a simulated engine, on other seeds and policies
+SIZES = {     # tiny was tuned with a simulated engine, on other seeds and policies
     "tiny": Setting(),
     "cpu": Setting(steps=8, period=8, lr=1e-6, prompts=1, max_tokens=32),
     "gpu": Setting(lr=1e-6, prompts=8, max_tokens=256, every=20)}
@@ -214,8 +217,8 @@ FRESH, STALE = "KL, fresh prefixes", "KL, sampler's prefixes"     # whose respon
 
 
 def stale_prefixes(name: str, reference: dict, batch):
-    """The responses for STALE: the arm's own samples. An on-policy arm has no stale sampler, and is
-    judged on what the start policy wrote: so the floor is of the same prefixes."""
+    """The responses for STALE: the arm's own samples. An on-policy arm has no stale sampler. It is
+    judged on what the start policy wrote, as a sampler that is never synced goes on to do."""
     return reference[0][1] if name == "on-policy" else batch.rollout
 
 
@@ -224,10 +227,10 @@ def kl(reference, model, rollout) -> Tensor:
     """KL(reference || model) at each response position, (B, T) in nats, over the vocabulary."""
     parts = []
     for rows in lesson1.micro_batches(rollout, lesson1.vocabulary(model)):
-        p, q = (lesson1.response_logits(m, rollout[rows]).float().log_softmax(-1)
-                for m in (reference, model))                                        # (b, T, V)
-        # KL(p || q) = sum_v p_v (log p_v - log q_v)
-        parts.append((p.exp() * (p - q)).sum(-1))
+        log_p, log_other = (lesson1.response_logits(m, rollout[rows]).float().log_softmax(-1)
+                            for m in (reference, model))                            # (b, T, V)
+        # KL(p || other) = sum_v p_v (log p_v - log other_v)
+        parts.append((log_p.exp() * (log_p - log_other)).sum(-1))
     return torch.cat(parts)
 
 
@@ -290,11 +293,11 @@ def compare(start, sampler, tokenizer, setting: Setting, seed: int, perturb=None
 
 def verdict(rows: list[dict]) -> str:
     """A table of arms read aloud. It follows the numbers."""
-    floors = {row["arm"]: row[f"{FRESH} / floor"] for row in rows}
-    if floors["dlc"] is None:
+    multiples = {row["arm"]: row[f"{FRESH} / floor"] for row in rows}
+    if multiples["dlc"] is None:
         return "The two on-policy runs do not differ: there is no floor to compare with."
-    sizes = ", ".join(f"{name} {x:.1f}" for name, x in floors.items() if name != "on-policy")
-    keeps = "keeps" if floors["dlc"] <= 2 else "does not keep"
+    sizes = ", ".join(f"{name} {x:.1f}" for name, x in multiples.items() if name != "on-policy")
+    keeps = "keeps" if multiples["dlc"] <= 2 else "does not keep"
     return f"KL from on-policy training, in floors: {sizes}. DLC {keeps} within two. One seed."
 
 
