@@ -81,9 +81,9 @@ def lag_clip(x, C=C):
 #     (0, 1)                      -.25              -.20             -.24
 #
 # Uncentered, each step errs toward the first token, and the errors accumulate. With the weight r
-# the mean is sum_v q_v r_v s_v, and q_v r_v = pi_v exp(-d_v): again 0 but for the discrepancy. A cap
-# makes a mean of its own, as min(r, C) is not r. On the task SUM, where d is far below l, the center
-# mostly removes this one.
+# the mean is sum_v q_v r_v s_v, and q_v r_v = pi_v exp(-d_v): again 0 but for the discrepancy. A
+# cap makes a mean of its own, as min(r, C) is not r. On the task SUM, where d is far below l, the
+# center mostly removes this one.
 def center(head_logp: Tensor, head_logp_old: Tensor, head_logp_sampler: Tensor, advantage: Tensor,
            vocabulary: int, f=clipped) -> Tensor:
     """sum_v sg(q_v f(r_v)) log pi(v), (B, T) in nats. Its gradient is the mean of f(r) s under mu.
