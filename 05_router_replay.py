@@ -96,9 +96,8 @@ def hooked(model, hook):
 @torch.no_grad()
 def normalizes(model) -> bool:
     """Do a token's gates sum to 1 in this model? Tried on 64 tokens, once per model. Raises
-    ValueError, with the router's class, if `gates` computes neither way what the router does. Then
-    replaying even its own picks would change the model: sigmoids (DeepSeek-V3, GLM-4-MoE, dots1),
-    scaled gates."""
+    ValueError if the router computes neither form of `gates`, since replaying even its own picks
+    would change it: sigmoids (DeepSeek-V3, GLM-4-MoE, dots1), scaled gates."""
     if hasattr(model, "gates_sum_to_1"):
         return model.gates_sum_to_1
     outputs, V = [], lesson1.vocabulary(model)
@@ -116,9 +115,9 @@ def normalizes(model) -> bool:
 
 # ---------------------------------------------------------------- replay
 def check_routes(model, routes: Tensor | None, real: Tensor | None = None) -> None:
-    """Raises ValueError with one line if these routes cannot be the model's: none recorded, not
-    int64 (B, P + T, L, k), no expert of that number, or an expert twice in a pick at a token that
-    is `real` (B, P + T). Other tokens never went into the engine, and may hold any expert twice."""
+    """Raises ValueError with one line if these routes cannot be the model's: not recorded, not
+    int64 (B, P + T, L, k), not of its experts, or an expert twice in one pick where `real`
+    (B, P + T) is True. Elsewhere nothing went into the engine, and any experts may stand."""
     normalizes(model)
     found = routers(model)
     L, k, E = len(found), found[0].top_k, found[0].num_experts
@@ -138,10 +137,9 @@ def check_routes(model, routes: Tensor | None, real: Tensor | None = None) -> No
 
 
 def replay(model, routes: Tensor):
-    """Within it the model's picks are `routes` (B, P + T, L, k), with gates from its own logits. A
-    second forward pass picks the same: under activation checkpointing the backward pass must stand
-    within it too. Raises ValueError for routes that are not the model's (see check_routes) or are
-    for another number of input tokens."""
+    """Within it the model's picks are `routes` (B, P + T, L, k), its gates still its own. Under
+    activation checkpointing the backward pass must stand within it too. Raises ValueError for
+    routes that check_routes refuses, or that are for another number of input tokens."""
     check_routes(model, routes)
     picks, normalized = routes.flatten(0, 1), normalizes(model)                 # (n, L, k)
     def hook(layer: int, output):
@@ -197,16 +195,15 @@ def logprobs(model, rollout, routes: Tensor | None = None, head: bool = False, g
 
 # ---------------------------------------------------------------- the engine that records its picks
 class RoutedSampler(lesson1.Sampler):
-    """vLLM around a mixture of experts, with routes recorded. It must be the first engine of its
-    process, unless all earlier ones were stopped: vLLM makes the experts' process group with the
-    first or never."""
+    """vLLM around a mixture of experts, with routes recorded. No other engine may run before it in
+    this process: vLLM makes the experts' process group with the first one or never."""
     settings = {"enable_return_routed_experts": True,
                 "enable_prefix_caching": False}          # a cached prefix has no routes
 
     @staticmethod
     def pack(prompts: list[list[int]], completions: list, *described):
-        """Lesson 1's `pack`, with routes. Raises ValueError unless a completion has one row of
-        experts for each token but the last, which never went into the model."""
+        """Lesson 1's `pack`, with routes: one row of experts for each token but the last, which
+        never went into the model. Raises ValueError for any other number of rows."""
         rollout = lesson1.pack(prompts, completions, *described)
         B, P, T = *rollout.prompt_ids.shape, rollout.ids.shape[1]
         routes = np.zeros((B, P + T, *completions[0].routed_experts.shape[1:]), np.int64)
