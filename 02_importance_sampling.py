@@ -62,8 +62,8 @@ def advantages(R: Tensor, group_size: int, kind: str = "std") -> Tensor:
     mean: R - group mean                  Dr. GRPO (arXiv 2503.20783)
     raw:  R                               REINFORCE without a baseline
 
-    Computed in float64, returned as float32 (float64 if R is). Among equal rewards A is exactly 0.
-    Raises ValueError if a reward is NaN or infinite."""
+    float32, or float64 if R is. Among equal rewards A is exactly 0. Raises ValueError if a reward
+    is NaN or infinite."""
     if not R.isfinite().all():
         raise ValueError(f"rewards must be finite, but some are {R[~R.isfinite()].tolist()}")
     dtype = torch.promote_types(R.dtype, torch.float32)
@@ -82,7 +82,7 @@ def policy_loss(logp: Tensor, weight: Tensor, advantage: Tensor, mask: Tensor, n
                 center: Tensor | float = 0.0) -> Tensor:
     """The one loss of all lessons. logp, weight, mask, center (B, T), advantage (B,) -> scalar.
     The weight is a constant to the gradient, the center is not. Padding may be NaN. n_tokens counts
-    the batch's response tokens BEFORE any rejection: a weight of 0 leaves the others as they are."""
+    the batch's response tokens BEFORE any rejection: weight 0 leaves the other tokens alone."""
     A, w, logp, c = (inside(mask, x) for x in (advantage[:, None], weight.detach(), logp, center))
     # L = -sum_t A (sg(w) log pi - c) / N
     return -(A * (w * logp - c)).sum() / n_tokens
@@ -104,17 +104,18 @@ class Ratios:
     def __init__(self, logp, logp_old, logp_sampler, advantage, mask):
         self.logp, self.logp_sampler = logp, logp_sampler
         self.advantage, self.mask = advantage, mask
-        total = sequence_sum(logp - logp_sampler, mask)
-        self.token = ratio(logp - logp_sampler)                           # (B, T) rho = pi / mu
-        self.prefix = ratio(inside(mask, logp - logp_sampler).cumsum(1))  # (B, T) rho_1 ... rho_t
-        self.sequence = ratio(total)                                      # (B, 1) rho_1 ... rho_T
-        self.mean_log = total / mask.sum(1, keepdim=True).clamp(min=1)    # (B, 1) mean of log rho
-        self.lag = ratio(logp - logp_old)                                 # (B, T) r = pi / pi_old
+        log_rho = inside(mask, logp - logp_sampler)
+        total = sequence_sum(log_rho, mask)
+        self.token = ratio(log_rho)                                      # (B, T) rho_t = pi / mu
+        self.prefix = ratio(log_rho.cumsum(1))                           # (B, T) rho_1 ... rho_t
+        self.sequence = ratio(total)                                     # (B, 1) rho_1 ... rho_T
+        self.mean_log = total / mask.sum(1, keepdim=True).clamp(min=1)   # (B, 1) mean of log rho
+        self.lag = ratio(logp - logp_old)                                # (B, T) r_t = pi / pi_old
 
 
 def ppo_keeps(r: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    """PPO's clip as a mask (B, T), arXiv 1707.06347. The gradient of min(r A, clip(r, 1 - low,
-    1 + high) A) is that of r A where this is True, and 0 elsewhere."""
+    """PPO's clip (arXiv 1707.06347) as a mask (B, T): False where min(r A, clip(r, 1 - low,
+    1 + high) A) has no gradient."""
     A = advantage[:, None]
     return ~(((A > 0) & (r > 1 + high)) | ((A < 0) & (r < 1 - low)))
 
@@ -154,7 +155,7 @@ def dsv32(x, delta=0.5, low=0.2, high=0.2):                              # arXiv
 
 def correction(f):
     """f(x, **settings) as a function (logp, logp_old, logp_sampler, advantage, mask, **settings) ->
-    weight (B, T). What all weights share: constant to the gradient, 0 on padding."""
+    weight (B, T), a constant to the gradient and 0 on padding."""
     @torch.no_grad()
     def weight(logp, logp_old, logp_sampler, advantage, mask, **settings):
         x = Ratios(logp, logp_old, logp_sampler, advantage, mask)
@@ -173,7 +174,7 @@ def ess(log_weight: Tensor) -> float:
     x = log_weight.double()
     if not len(x) or not x.max().isfinite():
         raise ValueError("an effective sample size needs finite weights, at least one above 0")
-    w = (x - x.max()).exp()    # the largest becomes 1: no overflow, and equal weights stay exact
+    w = (x - x.max()).exp()    # the largest becomes 1: nothing overflows, equal weights are exact
     # (sum w)^2 / (n sum w^2)
     return (w.sum()**2 / (len(w) * w.square().sum())).item()
 
@@ -187,10 +188,10 @@ REWARDS = {   # tokens (B, T) -> (B,)
 class World:
     """All B = V^T responses of a tabular policy, in float64. Response i spells i in base V.
 
-    pi_old has the same V probabilities at every prefix, in another order each time. Adding `lag` x
-    noise to its logits makes pi, adding `discrepancy` x noise makes mu. The noise is drawn anew at
-    each prefix. With `same_everywhere` it is reordered like the probabilities: chi^2 is the same at
-    every prefix."""
+    pi_old has the same V probabilities at every prefix, in another order each time. Its logits plus
+    `lag` x noise make pi, plus `discrepancy` x other noise make mu. The noise is drawn anew at each
+    prefix. With `same_everywhere` it is reordered with the probabilities, so that chi^2 is the same
+    at every prefix."""
 
     def __init__(self, discrepancy: float, lag: float, seed: int, V=4, T=6, same_everywhere=False,
                  reward="modulo"):
@@ -281,10 +282,10 @@ def exact_world(seed: int, T: int, worlds: int) -> list[dict]:
         each = [World(noise, noise, seed + k, T=t, reward=reward) for k in range(worlds)]
         for name in CORRECTIONS:
             found = [moments(world, name) for world in each]
-            for n in OTHER_N:
-                for m, world in zip(found, each):
-                    m[f"MSE, n = {n}"] = moments(world, name, n)["MSE"]
             mean = {key: float(np.mean([m[key] for m in found])) for key in found[0]}
+            for n in OTHER_N:
+                errors = [moments(world, name, n)["MSE"] for world in each]
+                mean[f"MSE, n = {n}"] = float(np.mean(errors))
             rows.append({"reward": reward, "noise": noise, "T": t, "weight": name, **mean,
                          "± worlds": float(np.std([m["bias"] for m in found], ddof=1))})
     return rows
@@ -292,7 +293,7 @@ def exact_world(seed: int, T: int, worlds: int) -> list[dict]:
 
 # ---------------------------------------------------------------- predicted | measured
 def laws(seed: int, T: int, rows: list[dict]) -> list[dict]:
-    """What theory says of the exact world, beside what the world does. rows: exact_world's."""
+    """What theory says of the exact world, beside what it does. rows: exact_world's."""
     result = []
 
     def law(text, predicted, measured):
@@ -350,8 +351,8 @@ def laws(seed: int, T: int, rows: list[dict]) -> list[dict]:
 
 # ---------------------------------------------------------------- real rollouts
 def weight_statistics(log_ratio: Tensor, mask: Tensor) -> dict:
-    """The weights pi / mu of real responses, from log pi - log mu (B, T) in nats. exp(-Var) would
-    be the ESS of the responses if their weights were log-normal."""
+    """The weights pi / mu of real responses, from log pi - log mu (B, T) in nats. exp(-Var) is the
+    ESS of log-normal weights."""
     log_ratio, n, longest = log_ratio.double(), int(mask.sum()), int(mask.sum(1).max())
     w, response = ratio(log_ratio[mask]), sequence_sum(log_ratio, mask)[mask.any(1), 0]
     prefix = inside(mask, log_ratio).cumsum(1)             # (B, T) log-weight of the first t tokens
@@ -407,12 +408,12 @@ def main(argv=None) -> dict:
               "rollouts": real_world(args.path, trainer, tokenizer, args.seed, args.quick)}
     few, many = (f"MSE, n = {n}" for n in OTHER_N)
     for noise in (0.1, 0.4):
-        lesson1.table(f"exact world, T = {T}, noise {noise}; relative to grad J; MSE at {N_SAMPLES}",
-                      [row for row in rows if row["noise"] == noise and row["T"] == T],
+        title = f"exact world, T = {T}, noise {noise}; relative to grad J; MSE: n = {N_SAMPLES}"
+        lesson1.table(title, [r for r in rows if r["noise"] == noise and r["T"] == T],
                       "weight", "reward", "cosine", "bias", "± worlds", "variance", few, "MSE", many)
     lesson1.table("predicted | measured", result["laws"])
     lesson1.table("real rollouts: the weight pi / mu, predicted mean 1", result["rollouts"],
-                  *list(result["rollouts"][0])[:-1])
+                  *list(result["rollouts"][0])[:-1])         # all but the ESS by length
     print(f"\n{verdict(result['rollouts'])}")
     return lesson1.save(result, args.json)
 

@@ -47,7 +47,7 @@ BUGS = {
         "sign-of-the-gap": ("d = (logp - logp_sampler).double()", "d = (logp_sampler - logp).double()"),
     },
     "02": {
-        "weight-upside-down": ("self.token = ratio(logp - logp_sampler)", "self.token = ratio(logp_sampler - logp)"),
+        "weight-upside-down": ("self.token = ratio(log_rho)", "self.token = ratio(-log_rho)"),
         "clip-whatever-the-sign": ("~(((A > 0) & (r > 1 + high)) | ((A < 0) & (r < 1 - low)))", "~((r > 1 + high) | (r < 1 - low))"),
         "effective-samples-not-divided-by-n": ("(len(w) * w.square().sum())", "w.square().sum()"),
         "sequence-weight-without-the-last-token": ("return inside(mask, x).sum(1, keepdim=True)", "return inside(mask, x)[:, :-1].sum(1, keepdim=True)"),
