@@ -410,7 +410,8 @@ def main(argv=None) -> dict:
     for noise in (0.1, 0.4):
         title = f"exact world, T = {T}, noise {noise}; relative to grad J; MSE: n = {N_SAMPLES}"
         lesson1.table(title, [r for r in rows if r["noise"] == noise and r["T"] == T],
-                      "weight", "reward", "cosine", "bias", "± worlds", "variance", few, "MSE", many)
+                      "weight", "reward", "cosine", "bias", "± worlds", "variance",
+                      few, "MSE", many)
     lesson1.table("predicted | measured", result["laws"])
     lesson1.table("real rollouts: the weight pi / mu, predicted mean 1", result["rollouts"],
                   *list(result["rollouts"][0])[:-1])         # all but the ESS by length

@@ -137,8 +137,8 @@ def check_routes(model, routes: Tensor | None, real: Tensor | None = None) -> No
 
 
 def replay(model, routes: Tensor):
-    """Within it the model's picks are `routes` (B, P + T, L, k), its gates still its own. Under
-    activation checkpointing the backward pass must stand within it too. Raises ValueError for
+    """Within it the model's picks are `routes` (B, P + T, L, k), with gates from its own logits.
+    Under activation checkpointing the backward pass must stand within it too. Raises ValueError for
     routes that check_routes refuses, or that are for another number of input tokens."""
     check_routes(model, routes)
     picks, normalized = routes.flatten(0, 1), normalizes(model)                 # (n, L, k)
@@ -195,8 +195,8 @@ def logprobs(model, rollout, routes: Tensor | None = None, head: bool = False, g
 
 # ---------------------------------------------------------------- the engine that records its picks
 class RoutedSampler(lesson1.Sampler):
-    """vLLM around a mixture of experts, with routes recorded. No other engine may run before it in
-    this process: vLLM makes the experts' process group with the first one or never."""
+    """vLLM around a mixture, with routes recorded. It must be its process' first engine, unless all
+    earlier ones were stopped: vLLM makes the experts' process group with the first or never."""
     settings = {"enable_return_routed_experts": True,
                 "enable_prefix_caching": False}          # a cached prefix has no routes
 
@@ -230,8 +230,8 @@ def pack_experts(model) -> None:
 
 # ---------------------------------------------------------------- the measures
 def flips(routes: Tensor, others: Tensor, rollout) -> Tensor:
-    """How many of the k experts of a pick two routes (B, P + T, L, k) do not share, (n, L), for the
-    n input tokens whose logits predict a response token. A pick flips where that is not 0."""
+    """(n, L): in how many of its k experts a pick differs between two routes (B, P + T, L, k), for
+    the n input tokens whose logits predict a response token. The pick flips where this is not 0."""
     P = rollout.prompt_ids.shape[1]
     a, b = (x[:, P - 1:-1][rollout.mask] for x in (routes, others))             # (n, L, k)
     return a.shape[-1] - (a[..., :, None] == b[..., None, :]).any(-1).sum(-1)
@@ -271,12 +271,11 @@ def flip_row(d: Tensor, flipped: Tensor) -> dict:
 # ---------------------------------------------------------------- experiment 1: the gap
 def sample_and_step(trainer, engine, tokenizer, n: int, max_tokens: int, seed: list):
     """n prompts, their responses right after a sync, the trainer one optimizer step later."""
-    rng = np.random.default_rng(seed[0])
+    rng, lr = np.random.default_rng(seed[0]), SIZES[lesson1.scale(tokenizer)][-1]
     digits, prompts = lesson1.make_prompts(lesson1.SUM, tokenizer, n, rng)
     engine.sync(trainer)
     rollout = engine.sample(prompts, max_tokens, seed=seed)
     R = lesson1.rewards(lesson1.SUM, digits, rollout, tokenizer)
-    lr = SIZES[lesson1.scale(tokenizer)][-1]
     return prompts, rollout, lesson1.one_step(copy.deepcopy(trainer), rollout, R, lr)
 
 
@@ -335,7 +334,7 @@ def jump(trainer, ahead, rollout, points: int = 41) -> dict:
         routes.append(own_routes(model, rollout))
         fixed.append(at(x, rollout, routes[0])[rollout.mask])
     live, fixed = torch.stack(live), torch.stack(fixed)         # (points, n)
-    # a flip in a prefix moves later tokens as well: only a token's own picks are judged
+    # only a token's own picks are judged, although a flip in its prefix moves it too
     flipped = torch.stack([(flips(a, b, rollout) > 0).any(1) for a, b in zip(routes, routes[1:])])
     steps, steps_fixed = live.diff(dim=0).abs(), fixed.diff(dim=0).abs()
 
@@ -387,13 +386,10 @@ def main(argv=None) -> dict:
         dense = path, lesson1.load_model(path), lesson1.Sampler(path)
         rows += one_policy(*dense, tokenizer, args.seed, args.quick)
     rows += one_policy(args.path, trainer, engine, tokenizer, args.seed, args.quick)
-
-    n, max_tokens = 32 if args.quick else 128, min(64, SIZES[lesson1.scale(tokenizer)][2])
-    _, rollout, ahead = sample_and_step(
-        trainer, engine, tokenizer, n, max_tokens, [args.seed, 9])
-    result = {"model": args.path, "seed": args.seed, "gap": rows,
-              "jump": jump(trainer, ahead, rollout[:n // 4])}
-    result = lesson1.save(result, args.json)
+    n, T = 32 if args.quick else 128, min(64, SIZES[lesson1.scale(tokenizer)][2])
+    _, rollout, ahead = sample_and_step(trainer, engine, tokenizer, n, T, [args.seed, 9])
+    result = lesson1.save({"model": args.path, "seed": args.seed, "gap": rows,
+                           "jump": jump(trainer, ahead, rollout[:n // 4])}, args.json)
     lesson1.table("the gap d = log pi - log mu, live and replayed", result["gap"], "policy",
                   "situation", "replay", "mean |d|", "rms", "max", "k3", "k3 ±", "F(1.1)", "F(2)")
     lesson1.table("where it is", [row for row in result["gap"] if row["policy"] == "MoE"],
