@@ -1,17 +1,10 @@
 """GRPO end to end: vLLM samples, a PyTorch trainer learns, and every step measures the mismatch.
 
-One step, in the order of the loop in `train`:
+The loop in `train` has six steps: sync, sample, log-probs, judge, weigh, update. It is GRPO (arXiv
+2402.03300) with a mean over tokens, no KL penalty, and one update per batch. Each token's error is
 
-  1. sync       theta_s <- theta, once the sampler's weights are more than --staleness steps old
-  2. sample     G responses to each prompt from mu, the engine's distribution at theta_s
-  3. log-probs  log pi_old (the trainer at theta_s) and log pi (the trainer now) of every token:
-                    log pi - log mu  =  (log pi_old - log mu)  +  (log pi - log pi_old)
-                                     =     discrepancy d       +        lag l          (lesson 3)
-  4. judge      if ESS(exp l) < --resync-ess, drop the batch and go back to 1, once    (lesson 4)
-  5. weigh      advantage A within each group, weight w and center c of --correction   (2 and 4)
-  6. update     L = -sum A (w log pi - c) / N, gradient norm clipped to 1, one AdamW step
-
-This is GRPO (arXiv 2402.03300) with a mean over tokens, no KL penalty, and one update per batch.
+    log pi - log mu  =  (log pi_old - log mu)  +  (log pi - log pi_old)
+                     =     discrepancy d       +        lag l                          (lesson 3)
 
   python train.py                                    the tiny policy on a CPU, about a minute
   python train.py --staleness 63                     a stale sampler: training goes astray
@@ -20,18 +13,18 @@ This is GRPO (arXiv 2402.03300) with a mean over tokens, no KL penalty, and one 
   torchrun --nproc-per-node 2 train.py               several processes: FSDP2, a sampler each
   python train.py --model Qwen/Qwen3-0.6B            a CUDA GPU of 24 GB (not run yet)
 
-A run lives in --out: run.json (its flags), metrics.csv (one row per step), state.pt (for --resume);
-checkpoint-0/ and checkpoint-<steps>/, which transformers and vLLM load; at the end summary.json and
-train.png. The columns of metrics.csv:
+A run's folder (--out) holds run.json (its flags), metrics.csv (one row per step), state.pt (for
+--resume), checkpoint-0/ and checkpoint-<steps>/ (for transformers and vLLM), and at the end
+summary.json and train.png. The columns of metrics.csv:
 
-  step, age                     age of the sampler's weights, in steps
-  reward, length, cut_off       mean reward, mean response tokens, share cut off at --max-tokens
-  discrepancy, k3, lag          mean |d|, k3 of d (see lesson 1), mean |l|, all in nats
-  ess, ess_tokens, mean_ratio   of the batch as first drawn: effective sample size of the lag ratios
-                                of responses and of tokens, as shares; mean lag ratio of the tokens
-  dropped_tokens, dropped_seconds    what step 4 threw away
-  weight, grad_norm, loss       mean w; the gradient's norm; L, whose value means nothing
-  tokens, not_finite, seconds   N; tokens left out of N, without a finite log mu; of the whole step
+  step, age                       age: steps since the last sync
+  reward, length, cut_off         mean reward; mean tokens per response; share cut off
+  discrepancy, k3, lag            mean |d|; k3 of d (lesson 1); mean |l|; in nats
+  ess, ess_tokens, mean_ratio     ESS of exp(l) over responses, over tokens; mean exp(l). If a batch
+                                  is dropped they are that batch's
+  dropped_tokens, dropped_seconds    of that batch; else 0
+  weight, grad_norm, loss         mean w; the gradient's norm, before clipping; L
+  tokens, not_finite, seconds     N; tokens without a finite log mu, not in N; of the whole step
 """
 import argparse
 import copy
@@ -98,7 +91,7 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
     for step in range(first, args.steps):
         start, dropped = time.perf_counter(), {"dropped_tokens": 0, "dropped_seconds": 0.0}
         for attempt in (1, 2):           # the second one only where the first batch is refused
-            # 1. sync: theta_s <- theta
+            # 1. sync: theta_s <- theta, after --staleness more steps or a refused batch
             if step == 0 or step - synced > args.staleness or attempt == 2:
                 old.load_state_dict(shards.get_model_state_dict(trainer, options=WHOLE))
                 sampler.sync(old)
@@ -126,7 +119,8 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
                 logp, logp_old, rollout.logp_sampler, mask, R, rollout.ended, rollout.mask.sum(1))
             lag, N = logp - logp_old, int(mask.sum())
 
-            # 4. judge: is enough of this batch left? At age 0 every ratio is 1, and so is the ESS
+            # 4. judge: is enough of this batch left? If ESS(exp l) < --resync-ess, back to 1, once.
+            #    At age 0 every ratio is 1, and so is the ESS
             if attempt == 1:
                 judged = {"ess": lesson4.lag_ess(lag, mask), "ess_tokens": lesson2.ess(lag[mask]),
                           "mean_ratio": lesson4.mean_ratio(lag, mask)}
@@ -134,11 +128,11 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
                 break
             dropped = {"dropped_tokens": N, "dropped_seconds": time.perf_counter() - start}
 
-        # 5. weigh: the advantage within each group, the importance weight
+        # 5. weigh: the advantage A within each group, the importance weight w of --correction
         A = lesson2.advantages(R, args.group_size, args.advantage).to(lesson1.DEVICE)
         w = correct(logp, logp_old, logp_sampler, A, mask)
 
-        # 6. update: L = -sum A (w log pi - c) / N, micro-batch by micro-batch
+        # 6. update: L = -sum A (w log pi - c) / N, micro-batch by micro-batch; one AdamW step
         loss, c, (my_w, my_A, my_mask) = 0.0, 0.0, (x[mine] for x in (w, A, mask))
         for rows in lesson1.micro_batches(rollout, V):
             part = rollout[rows]
@@ -264,8 +258,8 @@ def parse(argv):
 
 
 def prepare(args):
-    """The trainer, the tokenizer, the state of a run that is resumed. Completes the flags; raises
-    ValueError or OSError, before vLLM is started, where they make no run."""
+    """The trainer, the tokenizer, the state of a run that is resumed. Completes the flags. Raises
+    ValueError or OSError, before vLLM is started, if they make no run."""
     if args.resume:
         flags = json.loads((args.resume / "run.json").read_text())
         vars(args).update(flags, out=args.resume, resume=args.resume)

@@ -174,9 +174,14 @@ def say_errors() -> str:
 
 
 # ---------------------------------------------------------------- lesson 2
+def under_modulo(result: dict) -> list[dict]:
+    """The rows of lesson 2's exact world whose reward is 1 if the tokens sum to 0 modulo V."""
+    return [row for row in result["moments"] if row.get("reward", "modulo") == "modulo"]
+
+
 @picture("02_importance_sampling")
 def draw_02(result: dict):
-    rows, rollouts, lowest = result["moments"], result["rollouts"], 1e-4     # a bias of 0 is drawn there
+    rows, rollouts, lowest = under_modulo(result), result["rollouts"], 1e-4     # a bias of 0 is drawn there
     longest = max(row["T"] for row in rows)
     markers = {"none": "o", "token-is": "s", "minirl": "D", "geo": "*", "seq-tis": "v", "seq-is": "^"}
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.8))
@@ -256,7 +261,7 @@ FORMULAS = {
 @table("weights")
 def weights_table() -> str:
     """Lesson 2's exact world at two noises."""
-    rows = load("02_importance_sampling")["moments"]
+    rows = under_modulo(load("02_importance_sampling"))
     longest = max(row["T"] for row in rows)
     at = {(row["weight"], row["noise"]): row for row in rows if row["T"] == longest}
     cells = []
@@ -271,7 +276,7 @@ def weights_table() -> str:
 
 @table("weights-short")
 def weights_short() -> str:
-    shown, rows = ("none", "token-is", "tis", "seq-is", "seq-tis"), load("02_importance_sampling")["moments"]
+    shown, rows = ("none", "token-is", "tis", "seq-is", "seq-tis"), under_modulo(load("02_importance_sampling"))
     rows = {row["weight"]: row for row in rows if row["noise"] == 0.4 and row["T"] == max(r["T"] for r in rows)}
     return markdown(["`--correction`, logit noise 0.4", "bias ± worlds", "cosine", "variance", "MSE, n = 4,096"], [
         [name, f"{rows[name]['bias']:.2f} ± {rows[name]['± worlds'] or 0:.2f}", number(rows[name]["cosine"]),

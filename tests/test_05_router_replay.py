@@ -597,7 +597,7 @@ def test_an_engines_broken_routes_are_refused_with_their_row():
     whole = lesson1.replace(rollout, routes=routes)
     assert lesson5.routes_for("r3", model, whole) is routes
     for value in (0, -1, 8):
-        message = rf"row 2, input token 8, layer 1: the picks \[{value}, {value}\]"
+        message = rf"row 2, input token 8, layer 1: the pick \[{value}, {value}\]"
         broken = routes.clone()
         broken[2, 8, 1] = value
         with pytest.raises(ValueError, match=message):
