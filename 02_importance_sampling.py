@@ -284,7 +284,8 @@ def exact_world(seed: int, T: int, worlds: int) -> list[dict]:
             found = [moments(world, name) for world in each]
             mean = {key: float(np.mean([m[key] for m in found])) for key in found[0]}
             for n in OTHER_N:
-                errors = [moments(world, name, n)["MSE"] for world in each]
+                shrinks = N_SAMPLES / n if name == "snis" else 1           # its bias is of 1 / n
+                errors = [(m["bias"] * shrinks)**2 + m["variance"] / n for m in found]
                 mean[f"MSE, n = {n}"] = float(np.mean(errors))
             rows.append({"reward": reward, "noise": noise, "T": t, "weight": name, **mean,
                          "± worlds": float(np.std([m["bias"] for m in found], ddof=1))})
