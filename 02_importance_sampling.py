@@ -6,15 +6,15 @@ response, and A = R - b for any constant b. If mu can sample every response that
 
     grad J = E_pi[A sum_t s_t] = E_mu[w A sum_t s_t],    w = prod_t w_t,    w_t = pi(y_t) / mu(y_t)
 
-A product of many ratios has a large variance. Other weights of s_t leave ratios out:
+A product of many ratios has a large variance. Other weights in front of s_t leave ratios out:
 
-    seq-is      w_1 ... w_T    exact
-    prefix-is   w_1 ... w_t    repairs token t and all before it, leaves those after it under mu
-    token-is    w_t            repairs token t alone, leaves all others under mu
+    seq-is      w_1 ... w_T    exact: all tokens are under pi
+    prefix-is   w_1 ... w_t    tokens 1 to t are under pi, those after t stay under mu
+    token-is    w_t            token t is under pi, all others stay under mu
 
-What does token-is lose? Let T = 2 and w_t = 1 + delta_t. Its objective E_mu[A (w_1 + w_2)] lacks,
-but for a constant, only E_mu[A delta_1 delta_2], which is of second order (MiniRL, arXiv
-2512.01374). But the gradient of that term is of first order, since grad delta_t = w_t s_t:
+What does token-is lose? Let T = 2 and w_t = 1 + delta_t. Apart from a constant, its objective
+E_mu[A (w_1 + w_2)] lacks only E_mu[A delta_1 delta_2], a term of second order (MiniRL, arXiv
+2512.01374). But the gradient of this term is of first order, since grad delta_t = w_t s_t:
 
     sequence  E_mu[A w_1 w_2 (s_1 + s_2)] = grad J
     token     E_mu[A (w_1 s_1 + w_2 s_2)] = grad J - E_mu[A (w_1 delta_2 s_1 + w_2 delta_1 s_2)]
@@ -284,7 +284,8 @@ def exact_world(seed: int, T: int, worlds: int) -> list[dict]:
             found = [moments(world, name) for world in each]
             mean = {key: float(np.mean([m[key] for m in found])) for key in found[0]}
             for n in OTHER_N:
-                errors = [moments(world, name, n)["MSE"] for world in each]
+                factor = N_SAMPLES / n if name == "snis" else 1     # its bias falls like 1 / n
+                errors = [(factor * m["bias"])**2 + m["variance"] / n for m in found]
                 mean[f"MSE, n = {n}"] = float(np.mean(errors))
             rows.append({"reward": reward, "noise": noise, "T": t, "weight": name, **mean,
                          "± worlds": float(np.std([m["bias"] for m in found], ddof=1))})

@@ -1,7 +1,9 @@
 """GRPO end to end: vLLM samples, a PyTorch trainer learns, and every step measures the mismatch.
 
 The loop in `train` has six steps: sync, sample, log-probs, judge, weigh, update. It is GRPO (arXiv
-2402.03300) with a mean over tokens, no KL penalty, and one update per batch. Each token's error is
+2402.03300) with a mean over tokens, no KL penalty, and one update per batch. A sync gives the
+sampler the trainer's weights; from then on they are called theta_s. Let mu be the engine's
+distribution and pi_old the trainer's, both at theta_s, and pi the trainer's now. For each token
 
     log pi - log mu  =  (log pi_old - log mu)  +  (log pi - log pi_old)
                      =     discrepancy d       +        lag l                          (lesson 3)
@@ -90,8 +92,8 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
 
     for step in range(first, args.steps):
         start, dropped = time.perf_counter(), {"dropped_tokens": 0, "dropped_seconds": 0.0}
-        for attempt in (1, 2):           # the second one only where the first batch is refused
-            # 1. sync: theta_s <- theta, after --staleness more steps or a refused batch
+        for attempt in (1, 2):           # the second one only if the first batch is dropped
+            # 1. sync: theta_s <- theta, if theta_s is more than --staleness steps old
             if step == 0 or step - synced > args.staleness or attempt == 2:
                 old.load_state_dict(shards.get_model_state_dict(trainer, options=WHOLE))
                 sampler.sync(old)
