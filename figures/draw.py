@@ -245,6 +245,7 @@ def draw_02(result: dict):
 FORMULAS = {
     "none": "1",
     "token-is": "pi/mu at the token",
+    "prefix-is": "prod of pi/mu up to the token",
     "tis": "min(pi/mu, 2)",
     "icepop": "pi/mu inside [0.5, 5], else 0",
     "kpop": "1 where both binary KLs are at most phi (10 % masked), else 0",
@@ -258,29 +259,34 @@ FORMULAS = {
     "dsv32": "pi/mu, 0 where PPO clips it; 0 on a response with A < 0 and mean log mu/pi > 0.5"}
 
 
+def of_world(reward: str, noise: float) -> dict:
+    """{weight: its row of lesson 2's exact world}, for the longest responses."""
+    rows = [row for row in load("02_importance_sampling")["moments"] if row["reward"] == reward and row["noise"] == noise]
+    return {row["weight"]: row for row in rows if row["T"] == max(r["T"] for r in rows)}
+
+
 @table("weights")
 def weights_table() -> str:
-    """Lesson 2's exact world at two noises."""
-    rows = under_modulo(load("02_importance_sampling"))
-    longest = max(row["T"] for row in rows)
-    at = {(row["weight"], row["noise"]): row for row in rows if row["T"] == longest}
-    cells = []
-    for name, formula in FORMULAS.items():
-        small, large = at[name, 0.1], at[name, 0.4]
-        cells.append([name, formula, *(f"{row['bias']:.2f} ± {row['± worlds']:.2f}" for row in (small, large)),
-                      f"{large['cosine']:.2f}", *(f"{row['variance']:.0f}" for row in (small, large)),
-                      f"{large['MSE']:.2f}"])
-    return markdown(["`--correction`", "weight", "bias, noise 0.1", "bias, noise 0.4", "cosine, noise 0.4",
-                     "variance, noise 0.1", "variance, noise 0.4", "MSE at n = 4096, noise 0.4"], cells)
+    """Lesson 2's exact world. All relative to grad J; modulo: the reward is 1 if the tokens sum to 0 modulo 4; additive:
+    each token adds its share"""
+    small, large, additive = of_world("modulo", 0.1), of_world("modulo", 0.4), of_world("additive", 0.4)
+    spread = lambda row: f"{row['bias']:.2f} ± {row['± worlds'] or 0:.2f}"
+    return markdown(
+        ["`--correction`", "weight", "modulo, noise 0.1: bias", "noise 0.4: bias", "cosine", "variance", "MSE, n = 1024",
+         "MSE, n = 4096", "MSE, n = 16384", "additive, noise 0.4: bias", "cosine", "variance"],
+        [[name, formula, spread(small[name]), spread(large[name]), number(large[name]["cosine"]), f"{large[name]['variance']:.0f}",
+          *(number(large[name][key]) for key in ("MSE, n = 1024", "MSE", "MSE, n = 16384")),
+          spread(additive[name]), number(additive[name]["cosine"]), f"{additive[name]['variance']:.0f}"]
+         for name, formula in FORMULAS.items()])
 
 
 @table("weights-short")
 def weights_short() -> str:
-    shown, rows = ("none", "token-is", "tis", "seq-is", "seq-tis"), under_modulo(load("02_importance_sampling"))
-    rows = {row["weight"]: row for row in rows if row["noise"] == 0.4 and row["T"] == max(r["T"] for r in rows)}
-    return markdown(["`--correction`, logit noise 0.4", "bias ± worlds", "cosine", "variance", "MSE, n = 4,096"], [
-        [name, f"{rows[name]['bias']:.2f} ± {rows[name]['± worlds'] or 0:.2f}", number(rows[name]["cosine"]),
-         f"{rows[name]['variance']:.0f}", number(rows[name]["MSE"])] for name in shown])
+    modulo, additive = of_world("modulo", 0.4), of_world("additive", 0.4)
+    return markdown(["`--correction`, noise 0.4", "modulo: bias", "cosine", "variance", "MSE, n = 4,096", "additive: bias", "cosine"], [
+        [name, number(modulo[name]["bias"]), number(modulo[name]["cosine"]), f"{modulo[name]['variance']:.0f}",
+         number(modulo[name]["MSE"]), number(additive[name]["bias"]), number(additive[name]["cosine"])]
+        for name in ("none", "token-is", "tis", "prefix-is", "seq-is", "seq-tis")])
 
 
 @table("say ess")
