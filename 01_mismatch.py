@@ -37,10 +37,10 @@ import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Callable
 
-# Text only: what may have been built for another torch, and would break the import, is absent.
+# text only: these may have been built for another torch, and would break the import
 sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")    # spinning threads make a busy CPU 10x slower
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -75,9 +75,9 @@ def token_logp(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 def response_logits(model, rollout: Rollout) -> Tensor:
     """The trainer's logits (B, T, V) for the response tokens. The token at position t is predicted
     by the logits at t - 1, the first response token by those of the last prompt token."""
-    ids = torch.cat([rollout.prompt_ids, rollout.ids], 1)                   # (B, P + T)
+    ids = torch.cat([rollout.prompt_ids, rollout.ids], 1)  # (B, P + T)
     attention = torch.cat([rollout.prompt_mask, rollout.mask], 1).long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)                      # left padding: no place
+    positions = (attention.cumsum(1) - 1).clamp(min=0)  # padding takes no position
     T = rollout.ids.shape[1]
     return model(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False,
                  logits_to_keep=T + 1).logits[:, :-1]
@@ -90,20 +90,19 @@ def logprobs(model, rollout: Rollout, head: bool = False, grad: bool = False):
     V = vocabulary(model)
 
     def one_part(part: Rollout) -> Tensor:
-        ids = torch.cat([part.ids[..., None], part.head_ids], -1)           # (B, T, 1 + K)
+        ids = torch.cat([part.ids[..., None], part.head_ids], -1)  # (B, T, 1 + K)
         if ids.max() >= V:
-            raise ValueError(f"the engine used token {ids.max()}, but the trainer's vocabulary "
-                             f"has {V}")
+            raise ValueError(f"the engine used token {ids.max()}, but the trainer knows only {V}")
         return token_logp(response_logits(model, part), ids, part.temperature)
 
     model.eval()
     parts = [rollout[rows] for rows in micro_batches(rollout, V)]
     with torch.set_grad_enabled(grad):
-        if grad and len(parts) > 1:    # the backward pass computes each part anew: less memory
+        if grad and len(parts) > 1:    # the backward pass computes each part anew, to save memory
             logps = [checkpoint(one_part, part, use_reentrant=False) for part in parts]
         else:
             logps = [one_part(part) for part in parts]
-        logps = torch.cat(logps)                                            # (B, T, 1 + K)
+        logps = torch.cat(logps)  # (B, T, 1 + K)
         logp = torch.where(rollout.mask, logps[..., 0], 0.0)
     return (logp, logps[..., 1:]) if head else logp
 
@@ -157,11 +156,6 @@ def row_alone(model, rollout: Rollout) -> Tensor:
     return torch.cat([logprobs(model, rollout[i:i + 1]) for i in range(len(rollout))])
 
 
-def at_temperature_1(model, rollout: Rollout) -> Tensor:
-    """The bug: the trainer does not know the sampler's temperature."""
-    return logprobs(model, replace(rollout, temperature=1.0))
-
-
 @torch.no_grad()
 def bf16_log_softmax(model, rollout: Rollout) -> Tensor:
     """The bug: log-softmax in bfloat16."""
@@ -173,10 +167,10 @@ def bf16_log_softmax(model, rollout: Rollout) -> Tensor:
 
 
 def kept_logprobs(model, rollout: Rollout) -> Tensor:
-    """The cure of top-k: softmax over the tokens that the sampler kept (Keep Sampling Mask, arXiv
-    2512.02556). Of the recorded head these are the ones with a finite log mu."""
+    """The cure of top-k: log-softmax over only those tokens that the sampler kept. They must all be
+    in the recorded head (Keep Sampling Mask in DeepSeek-V3.2, arXiv 2512.02556)."""
     logp, head_logp = logprobs(model, rollout, head=True)
-    cut_off = rollout.head_logp.isinf()                                     # (B, T, K)
+    cut_off = rollout.head_logp.isinf()  # (B, T, K): log mu = -inf
     # log (pi(token) / sum of pi over the kept tokens)
     return logp - head_logp.masked_fill(cut_off, -torch.inf).logsumexp(-1)
 
@@ -187,10 +181,9 @@ SIZES = {      # prompts, response tokens, seeds of the sampling, learning rate 
     "tiny": (256, 9, 4, 1.5e-3), "cpu": (2, 12, 2, 1e-6), "gpu": (64, 256, 4, 1e-6)}
 
 
-def sample_all(path: str, fp32, tokenizer, seed: int, quick: bool) -> tuple[dict, list, list]:
-    """{samples: [a Rollout per seed]}, one engine after the other. Two bugs need the engine and a
-    trainer one step ahead at once. Of these also [(log pi, log mu) per seed]: weights one step
-    stale, and a lost lm_head (empty where it cannot get lost)."""
+def sample_all(path: str, fp32, tokenizer, seed: int, quick: bool) -> SimpleNamespace:
+    """What each engine samples, a Rollout per seed; one engine runs at a time. Two bugs need the
+    engine and a trainer that has moved: `stale` and `lost` are finished `pairs`."""
     n, max_tokens, repeats, lr = SIZES[scale(tokenizer)]
     n, repeats = (max(2, n // 8), 2) if quick else (n, repeats)
     digits, prompts = make_prompts(SUM, tokenizer, n, np.random.default_rng(seed))
@@ -205,29 +198,31 @@ def sample_all(path: str, fp32, tokenizer, seed: int, quick: bool) -> tuple[dict
         sampler.stop()
         return rollouts
 
-    samples = {"fp32": engine(dtype="float32"), "fp16": engine(dtype="float16"),
-               "fp32 lm_head": engine(lm_head_fp32=True),
-               # log-probs as they were before the temperature
-               "raw": engine(logprobs_mode="raw_logprobs", temperature=0.7)}
-    sampler = Sampler(path)
-    samples["bf16"] = sample(sampler)
-    samples["temperature"] = sample(sampler, temperature=0.7)
-    # top-k keeps 3 tokens, or more if logits are tied: bfloat16 ties many. 16 are recorded.
-    samples["top-k"] = sample(sampler, top_k=3, head=16)
-    stale, lost = [], []
-    for k, rollout in enumerate(samples["bf16"]):
+    on = SimpleNamespace(stale=[], lost=[])
+    on.fp32, on.fp16 = engine(dtype="float32"), engine(dtype="float16")
+    on.lm_head32 = engine(lm_head_fp32=True)
+    on.raw = engine(0.7, logprobs_mode="raw_logprobs")       # recorded before the temperature
+
+    sampler = Sampler(path)                                  # bfloat16
+    on.bf16 = sample(sampler)
+    on.temperature = [replace(rollout, temperature=1.0)      # the trainer does not hear of .7
+                      for rollout in sample(sampler, temperature=0.7)]
+    # Top-k keeps 3 tokens, and any that tie with the third, as some do in bfloat16. So more than 3
+    # are recorded. Those that were cut off have log mu = -inf.
+    on.top_k = sample(sampler, top_k=3, head=16)
+    for k, rollout in enumerate(on.bf16):
         R = rewards(SUM, digits, rollout, tokenizer)
         ahead = one_step(copy.deepcopy(fp32), rollout, R, lr)
-        stale += pairs([rollout], ahead)
-        # A tied lm_head is the embedding's matrix. named_parameters() lists it once, but vLLM on a
-        # CPU holds it twice: its lm_head stays old.
+        on.stale += pairs([rollout], ahead)
+        # A tied lm_head (output layer) is the embedding's matrix. named_parameters() lists it only
+        # as the embedding. vLLM on a CPU holds a copy for the lm_head, which stays old.
         if fp32.config.tie_word_embeddings and DEVICE.type == "cpu":
             sampler.load(dict(ahead.named_parameters()))
-            lost += pairs([sampler.sample(prompts, max_tokens, seed=[seed, k])], ahead)
+            on.lost += pairs([sampler.sample(prompts, max_tokens, seed=[seed, k])], ahead)
     sampler.sync(fp32)
-    samples["back"] = sample(sampler)
+    on.back = sample(sampler)
     sampler.stop()
-    return samples, stale, lost
+    return on
 
 
 def pairs(rollouts: list[Rollout], model, compute=logprobs, other=None) -> list[tuple]:
@@ -241,40 +236,37 @@ def pooled(pairs: list[tuple]) -> list[Tensor]:
     return [torch.cat(logps) for logps in zip(*pairs)]
 
 
-def measure(path: str, fp32, samples: dict, stale: list, lost: list) -> dict:
-    """The numbers of the lesson: the same samples under every trainer."""
+def measure(path: str, fp32, on: SimpleNamespace) -> dict:
+    """The numbers of the lesson: the samples under every trainer."""
     bf16, fp16 = load_model(path, torch.bfloat16), load_model(path, torch.float16)
-    fp32_lm_head = lm_head_in_float32(load_model(path, torch.bfloat16))
-    exact = load_model(path, torch.bfloat16).double()        # float64, but weights in bfloat16
-    on_fp32, on_bf16 = samples["fp32"], samples["bf16"]
+    lm_head32 = lm_head_in_float32(load_model(path, torch.bfloat16))
+    exact = load_model(path, torch.bfloat16).double()        # float64, on weights in bfloat16
     arms = [
-        ("control", "fp32 trainer twice", pairs(on_bf16, fp32, other=logprobs)),
-        ("control", "fp32 engine, fp32 trainer", pairs(on_fp32, fp32)),
-        ("natural", "bf16 engine, bf16 trainer", pairs(on_bf16, bf16)),
-        ("natural", NATURAL, pairs(on_bf16, fp32)),
-        ("natural", "fp32 engine, bf16 trainer", pairs(on_fp32, bf16)),
-        ("batch shape", "fp32 trainer: batch, row alone", pairs(on_bf16, fp32, other=row_alone)),
-        ("batch shape", "bf16 trainer: batch, row alone", pairs(on_bf16, bf16, other=row_alone)),
-        ("precision", "fp16 engine, fp16 trainer", pairs(samples["fp16"], fp16)),
-        ("precision", "fp16 engine, fp32 trainer", pairs(samples["fp16"], fp32)),
+        ("control", "fp32 trainer twice", pairs(on.bf16, fp32, other=logprobs)),
+        ("control", "fp32 engine, fp32 trainer", pairs(on.fp32, fp32)),
+        ("natural", "bf16 engine, bf16 trainer", pairs(on.bf16, bf16)),
+        ("natural", NATURAL, pairs(on.bf16, fp32)),
+        ("natural", "fp32 engine, bf16 trainer", pairs(on.fp32, bf16)),
+        ("batch shape", "fp32 trainer: batch, row alone", pairs(on.bf16, fp32, other=row_alone)),
+        ("batch shape", "bf16 trainer: batch, row alone", pairs(on.bf16, bf16, other=row_alone)),
+        ("precision", "fp16 engine, fp16 trainer", pairs(on.fp16, fp16)),
+        ("precision", "fp16 engine, fp32 trainer", pairs(on.fp16, fp32)),
         ("precision", "bf16 engine, bf16 trainer, both lm_heads fp32",
-         pairs(samples["fp32 lm_head"], fp32_lm_head)),
-        ("precision", "bf16 engine with fp32 lm_head, fp32 trainer",
-         pairs(samples["fp32 lm_head"], fp32)),
-        ("bug", "temperature 0.7 in sampler only",
-         pairs(samples["temperature"], fp32, at_temperature_1)),
-        ("bug", "raw log-probs at temperature 0.7", pairs(samples["raw"], fp32)),
-        ("bug", "top-k 3 in sampler only", pairs(samples["top-k"], fp32)),
+         pairs(on.lm_head32, lm_head32)),
+        ("precision", "bf16 engine with fp32 lm_head, fp32 trainer", pairs(on.lm_head32, fp32)),
+        ("bug", "temperature 0.7 in sampler only", pairs(on.temperature, fp32)),
+        ("bug", "raw log-probs at temperature 0.7", pairs(on.raw, fp32)),
+        ("bug", "top-k 3 in sampler only", pairs(on.top_k, fp32)),
         ("cure", "top-k 3 in both: trainer renormalized over the kept tokens",
-         pairs(samples["top-k"], fp32, kept_logprobs)),
-        ("bug", "bf16 log-softmax", pairs(on_bf16, fp32, bf16_log_softmax)),
-        ("bug", "weights one step stale (d + lag)", stale),
-        ("bug", "tied lm_head lost in the sync", lost),
-        ("control", f"back at {NATURAL}", pairs(samples["back"], fp32))]
+         pairs(on.top_k, fp32, kept_logprobs)),
+        ("bug", "bf16 log-softmax", pairs(on.bf16, fp32, bf16_log_softmax)),
+        ("bug", "weights one step stale (d + lag)", on.stale),
+        ("bug", "tied lm_head lost in the sync", on.lost),   # on a GPU it cannot get lost: no row
+        ("control", f"back at {NATURAL}", pairs(on.back, fp32))]
     by_arm = {arm: pooled(logps) for _, arm, logps in arms if logps}
     errors = []
-    for arm, rollouts in (("bf16 engine, bf16 trainer", on_bf16), (NATURAL, on_bf16),
-                          ("fp32 engine, bf16 trainer", on_fp32)):
+    for arm, rollouts in (("bf16 engine, bf16 trainer", on.bf16), (NATURAL, on.bf16),
+                          ("fp32 engine, bf16 trainer", on.fp32)):
         (logp, mu), (right, _) = by_arm[arm], pooled(pairs(rollouts, exact))
         errors.append({"pair": arm, **two_errors(mu - right, logp - right)})
     points = {arm: [[round(v, 4) for v in x[:800].tolist()] for x in by_arm[arm]]
@@ -312,8 +304,8 @@ def verdict(result: dict) -> str:
 
 def main(argv=None) -> dict:
     args, trainer, tokenizer = arguments(__file__, __doc__, argv)
-    samples = sample_all(args.path, trainer, tokenizer, args.seed, args.quick)
-    result = measure(args.path, trainer, *samples)
+    on = sample_all(args.path, trainer, tokenizer, args.seed, args.quick)
+    result = measure(args.path, trainer, on)
     table("d = log pi - log mu per sampled token, nats; predicted: E[exp d] = 1, k3 = rms^2 / 2",
           result["arms"], "kind", "arm", "mean |d|", "± seeds", "rms", "max", "k3", "mean d",
           "s.e. of mean d", "E[exp d]")
@@ -329,7 +321,7 @@ def main(argv=None) -> dict:
 
 
 # ================================================================ the machine room
-# Below: the task, the tiny policy, vLLM, the printing. Every lesson uses it; no lesson is about it.
+# Every lesson uses what follows, and none is about it.
 MAX_MODEL_LEN = 2048                # tokens of prompt and response together
 LOGITS_AT_ONCE = 2**26              # float32 logits in a micro-batch: 256 MiB
 CANARY = {                          # what a sync may leave: nats, + times what rounding explains
@@ -391,7 +383,7 @@ SUM = Task(                  # the running sum modulo 10; only its last digit is
 
 def make_prompts(task: Task, tokenizer, n: int, rng) -> tuple[np.ndarray, list[list[int]]]:
     """n random prompts: their digits (n, L) and their token ids. The tiny policy reads "d1..dL=",
-    other models read the running sum in words, through their chat template if they have one."""
+    other models read the running sum in words."""
     digits = rng.integers(0, 10, (n, task.length))
     if is_tiny(tokenizer):
         return digits, [[*map(int, row), EQUALS] for row in digits]
@@ -415,8 +407,8 @@ def make_prompts(task: Task, tokenizer, n: int, rng) -> tuple[np.ndarray, list[l
 
 
 def rewards(task: Task, digits: np.ndarray, rollout: Rollout, tokenizer) -> Tensor:
-    """Rewards (B,) of a rollout; `digits` (B, L) has one row per response. Only digits are read:
-    characters of the tiny policy and words of a chat model are judged alike."""
+    """Rewards (B,) of a rollout; `digits` (B, L) has one row per response. Only digits are read, so
+    that a chat model's words do not matter."""
     tokens = [row[mask].tolist() for row, mask in zip(rollout.ids, rollout.mask)]
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     given = [[int(c) for c in re.findall("[0-9]", text)] for text in texts]
@@ -435,7 +427,7 @@ def scale(tokenizer) -> str:
 
 
 def make_tokenizer():
-    """One character, one token: a tokenizer that vLLM and transformers load like any other."""
+    """One character, one token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     words = models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="_")
     characters = Tokenizer(words)
@@ -532,7 +524,7 @@ def vocabulary(model) -> int:
 # ---------------------------------------------------------------- the sampler: vLLM
 @dataclass
 class Rollout:
-    """What the engine sampled, as it sampled it: B responses, P prompt and T response positions."""
+    """What the engine sampled: B responses, P prompt and T response positions."""
     prompt_ids: Tensor          # (B, P) padded on the left
     prompt_mask: Tensor         # (B, P) bool
     ids: Tensor                 # (B, T) response tokens, padded on the right, the end included
@@ -550,7 +542,6 @@ class Rollout:
         return len(self.ids)
 
     def __getitem__(self, rows: slice) -> Rollout:
-        """Some of the responses, in the same padding."""
         return replace(self, **{k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)})
 
 
@@ -562,35 +553,36 @@ def micro_batches(rollout: Rollout, vocabulary: int) -> list[slice]:
 
 def pack(prompts: list[list[int]], completions: list, temperature: float, neutral: bool,
          version: int) -> Rollout:
-    """vLLM's completions as padded tensors. Token ids are used as they came, never tokenized again.
-    Raises ValueError unless every token has exactly one log-prob."""
+    """vLLM's completions as padded tensors. Raises ValueError unless every token has exactly one
+    log-prob."""
     ids, logps = [], []
     for i, completion in enumerate(completions):
-        tokens, flat = list(completion.token_ids), completion.logprobs
-        if not tokens or not flat:
+        flat = completion.logprobs
+        if not completion.token_ids or not flat:
             raise ValueError(f"response {i}: empty, or without log-probs")
-        # per position K + 1 entries: the sampled token, and then the head, which may repeat it
-        at = torch.tensor(flat.token_ids).reshape(len(flat), -1)            # (n, K + 1)
-        if at[:, 0].tolist() != tokens:
+        # per token K + 1 entries: the sampled one, and then the head, which may repeat it
+        ids.append(torch.tensor(flat.token_ids).view(len(flat), -1))  # (n, K + 1)
+        logps.append(torch.tensor(flat.logprobs).view(len(flat), -1))
+        if ids[-1][:, 0].tolist() != list(completion.token_ids):
             raise ValueError(f"response {i}: its log-probs belong to other tokens")
-        ids.append(at)
-        logps.append(torch.tensor(flat.logprobs).reshape(at.shape))
 
     def pad(rows: list[Tensor], side: str = "right") -> Tensor:
         return pad_sequence(rows, batch_first=True, padding_side=side).to(DEVICE)
 
-    prompt_ids = [torch.tensor(prompt) for prompt in prompts]
-    ended = torch.tensor([completion.finish_reason == "stop" for completion in completions])
-    prompt_mask = pad([torch.ones_like(row, dtype=torch.bool) for row in prompt_ids], "left")
-    mask = pad([torch.ones(len(row), dtype=torch.bool) for row in ids])
-    ids, logps = pad(ids), pad(logps)                                       # (B, T, K + 1)
-    return Rollout(pad(prompt_ids, "left"), prompt_mask, ids[..., 0], mask, logps[..., 0],
-                   ids[..., 1:], logps[..., 1:], ended.to(DEVICE), temperature, neutral, version)
+    def ones(rows: list) -> list[Tensor]:
+        return [torch.ones(len(row), dtype=torch.bool) for row in rows]
+
+    prompt_ids = pad([torch.tensor(prompt) for prompt in prompts], "left")
+    prompt_mask, mask = pad(ones(prompts), "left"), pad(ones(ids))
+    ids, logps = pad(ids), pad(logps)  # (B, T, K + 1)
+    ended = torch.tensor([c.finish_reason == "stop" for c in completions], device=DEVICE)
+    return Rollout(prompt_ids, prompt_mask, ids[..., 0], mask, logps[..., 0],
+                   ids[..., 1:], logps[..., 1:], ended, temperature, neutral, version)
 
 
 def is_neutral(params) -> bool:
-    """Do these sampling parameters leave the model's own distribution as it is? Each one that
-    masks or reweighs tokens makes the engine sample from, and record, another distribution."""
+    """Do these sampling parameters leave the model's own distribution as it is? All others make the
+    engine sample from, and record, another one."""
     return (params.temperature == 1 and params.top_p == 1 and params.top_k in (-1, 0)
             and params.min_p == 0 and params.min_tokens == 0 and params.repetition_penalty == 1
             and params.presence_penalty == params.frequency_penalty == 0
@@ -610,7 +602,7 @@ def token_embeddings(engine_model) -> Tensor | None:
 
 
 class Sampler:
-    """vLLM around one policy: start it, sample from it, give it new weights, stop it."""
+    """vLLM around one policy."""
     settings: dict = {}         # more arguments of LLM; lesson 5 has some
     pack = staticmethod(pack)
 
@@ -625,9 +617,10 @@ class Sampler:
         from vllm import LLM, ModelRegistry
         config = transformers.AutoConfig.from_pretrained(path)
         name = config.architectures[0]
-        if name in ModelRegistry.models:        # as a class: for a name alone vLLM would start
-            known = ModelRegistry.models[name].load_model_cls()    # another process to look at it,
-            ModelRegistry.register_model(name, known)              # and that imports torchvision
+        if name in ModelRegistry.models:
+            # Registered by its name alone, vLLM would look at it in another process, and that
+            # imports torchvision.
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         context = getattr(config.get_text_config(), "max_position_embeddings", MAX_MODEL_LEN)
         self.max_model_len = min(MAX_MODEL_LEN, context)
         self.dtype, self.version, self.text = getattr(torch, dtype), 0, None
@@ -670,7 +663,7 @@ class Sampler:
     def sync(self, model, state: dict | None = None) -> float:
         """Loads the trainer's weights (or `state`, made from them) and checks that they arrived.
         Returns the canary's median gap. Raises SyncError where rounding does not explain a gap."""
-        # not named_parameters(), which would leave a tied lm_head old
+        # named_parameters() would leave a tied lm_head old, see sample_all
         state = model.state_dict() if state is None else state
         self.load(state)
         embedding = model.get_input_embeddings().weight
@@ -687,7 +680,8 @@ class Sampler:
         return gaps["median over a text"][0]
 
     def load(self, state: dict) -> None:
-        """Puts `state` into the engine, unchecked, and forgets what the old weights computed."""
+        """Puts `state` into the engine, unchecked, and empties the prefix cache: what vLLM keeps of
+        prompts that begin alike, computed with the old weights."""
         if self.llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("a response must not span two versions of the weights")
         try:
@@ -702,52 +696,51 @@ class Sampler:
 
     def canary(self, model, state: dict) -> dict[str, tuple[float, float]]:
         """How far engine and trainer are apart after a sync: {what: (nats, of which rounding)}.
-        Both read one text. The log-prob of each of its tokens is compared, and at five places of
-        it those of the whole vocabulary. Rounding is the trainer's own change when it computes in
-        the engine's dtype. The trainer takes `state` as the engine casts it."""
+        Both read one text. Compared are the log-probs of its tokens and, at five places of it, of
+        the whole vocabulary. Rounding is what computing in the engine's dtype changes for the
+        trainer."""
         from vllm import SamplingParams
 
         def ask(texts: list[list[int]], **settings) -> list:
-            return self.generate(texts, SamplingParams(seed=0, flat_logprobs=True,
-                                                       detokenize=False, **settings))
+            return self.generate(texts, SamplingParams(
+                seed=0, flat_logprobs=True, detokenize=False, **settings))
 
-        if self.text is None:
-            # Longer than a block of the prefix cache, 128 tokens on a CPU. The engine samples it,
-            # since rounding makes much of unlikely tokens. In float32 it is random: that reaches
-            # more tokens and experts.
+        if self.text is None:       # longer than what vLLM caches at once: 128 tokens on a CPU
             length = min(192, self.max_model_len - 2)
-            sampled = ask([[0]], max_tokens=length, ignore_eos=True)[0].outputs[0].token_ids
-            random = np.random.default_rng(0).integers(0, vocabulary(model), length).tolist()
-            self.text = random if self.dtype == torch.float32 else [0, *sampled]
+            if self.dtype == torch.float32:      # random: reaches more tokens and experts
+                rng = np.random.default_rng(0)
+                self.text = rng.integers(0, vocabulary(model), length).tolist()
+            else:                                # sampled: rounding makes much of unlikely tokens
+                output, = ask([[0]], max_tokens=length, ignore_eos=True)
+                self.text = [0, *output.outputs[0].token_ids]
         along = ask([self.text], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs
         ids = torch.tensor(self.text, device=DEVICE)
         # what is compared: at which logits, which tokens, the engine's log-probs
-        compared = [(slice(0, -1), ids[1:, None], torch.tensor(along.logprobs))]
+        compared = [(slice(0, -1), ids[1:, None], along.logprobs)]
         ends = [len(self.text) - 8 * k for k in range(5)]
-        texts = [self.text[:end] for end in ends]                    # read through the cache
+        texts = [self.text[:end] for end in ends]     # their beginning comes from the prefix cache
         for end, output in zip(ends, ask(texts, max_tokens=1, logprobs=-1)):
             flat = output.outputs[0].logprobs
-            tokens, logps = torch.tensor([flat.token_ids[1:]]), torch.tensor(flat.logprobs[1:])
-            compared.append((slice(end - 1, end), tokens, logps))
+            order = torch.tensor([flat.token_ids[1:]], device=DEVICE)
+            compared.append((slice(end - 1, end), order, flat.logprobs[1:]))
 
-        def trainer(dtype) -> list[Tensor]:
+        def trainer(dtype) -> list[np.ndarray]:
             weights = {name: x.to(self.dtype).to(dtype) for name, x in state.items()}
             logits = torch.func.functional_call(
                 model, weights, kwargs={"input_ids": ids[None]}, tie_weights=False).logits[0]
-            return [token_logp(logits[at], tokens.to(DEVICE), 1.0).flatten().cpu()
+            return [token_logp(logits[at], tokens, 1.0).flatten().cpu().numpy()
                     for at, tokens, _ in compared]
 
         with torch.no_grad():
             exact, rounded = trainer(torch.float32), trainer(self.dtype)
-        worst = 1.0 if self.dtype == torch.float32 else 0.9     # a quantile
+        engine = [np.float32(logps) for *_, logps in compared]
+        worst = 1.0 if self.dtype == torch.float32 else 0.9          # a quantile
 
         def apart(others: list) -> list[float]:
-            text, *places = [(x - y).abs().numpy() for x, y in zip(exact, others)]
-            return [np.median(text).item(), np.quantile(text, worst).item(),
-                    # the median of the places: routers may flip
-                    np.median([np.quantile(place, worst) for place in places]).item()]
-
-        engine = [logps for *_, logps in compared]
+            text, *places = [abs(x - y) for x, y in zip(exact, others)]
+            # of the places the median, since routers may flip
+            place = np.median([np.quantile(place, worst) for place in places])
+            return [float(x) for x in (np.median(text), np.quantile(text, worst), place)]
         return dict(zip(CANARY, zip(apart(engine), apart(rounded))))
 
     def stop(self) -> None:
@@ -781,7 +774,7 @@ def table(title: str, rows: list[dict], *columns: str) -> None:
 
 def save(result: dict, path: Path) -> dict:
     """Writes the numbers, whole or not at all, and draws their picture beside them. Returns what
-    was written: NaN, which JSON does not know, is None."""
+    was written: None for NaN, which JSON does not know."""
     result = json.loads(json.dumps(result), parse_constant=lambda name: None)
     path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
     os.replace(path.with_suffix(".tmp"), path)
@@ -798,8 +791,8 @@ def seed(text: str) -> int:
 
 
 def arguments(file: str, doc: str, argv, task: Task = SUM, architecture: dict = ARCHITECTURE):
-    """A lesson's flags, its trainer and its tokenizer. Exits with code 2 and one line if any of
-    them is bad. A lesson without flags writes to figures/; with flags, or as a copy, to runs/."""
+    """A lesson's flags, trainer and tokenizer. Exits with code 2 and one line if one is bad.
+    A lesson without flags writes to figures/; with flags, or as a copy, to runs/."""
     name = Path(file).stem.removeprefix("bug_")
     parser = argparse.ArgumentParser(prog=Path(file).name, description=doc.split("\n")[0])
     parser.add_argument("--model", help="a directory or a hub name (on a CPU a tiny policy)")
