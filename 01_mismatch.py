@@ -134,8 +134,8 @@ def two_errors(engine: Tensor, trainer: Tensor) -> dict:
 
 def by_probability(logp: Tensor, logp_sampler: Tensor) -> list[dict]:
     """|d| against the probability p of the sampled token. Noise eps on a token's log-odds moves its
-    log-prob by eps (1 - p) (arXiv 2609.32444). One eps, fitted to the mean, serves all bins: for p
-    from .2 to .6 it is too small by a factor of about 2."""
+    log-prob by eps (1 - p) (arXiv 2609.32444). One eps is fitted to the mean and serves all bins.
+    It misfits by a factor of about 2 for p between .2 and .6, where |d| is larger."""
     p, d = logp_sampler.exp().double(), (logp - logp_sampler).abs().double()
     eps = (d.mean() / (1 - p).mean()).item()
     edges = [0, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97, 1.01]
@@ -232,12 +232,12 @@ def pairs(rollouts: list[Rollout], model, compute=logprobs, other=None) -> list[
             for r in rollouts]
 
 
-def pooled(pairs: list[tuple]) -> list[Tensor]:
+def pooled(pairs: list[tuple]) -> list[Tensor]:              # log pi and log mu of all seeds
     return [torch.cat(logps) for logps in zip(*pairs)]
 
 
 def measure(path: str, fp32, on: SimpleNamespace) -> dict:
-    """The numbers of the lesson: the samples under every trainer."""
+    """The numbers of the lesson: each arm compares samples and a trainer."""
     bf16, fp16 = load_model(path, torch.bfloat16), load_model(path, torch.float16)
     lm_head32 = lm_head_in_float32(load_model(path, torch.bfloat16))
     exact = load_model(path, torch.bfloat16).double()        # float64, on weights in bfloat16
@@ -310,7 +310,7 @@ def main(argv=None) -> dict:
           result["arms"], "kind", "arm", "mean |d|", "± seeds", "rms", "max", "k3", "mean d",
           "s.e. of mean d", "E[exp d]")
     table("two errors against float64, predicted to be independent", result["two errors"])
-    table("|d| against the token's probability; eps (1 - p) is half of it for p from .2 to .6",
+    table("|d| against the token's probability; eps (1 - p) misfits by about 2 for p in .2 to .6",
           result["by probability"])
     suspects = [row for row in result["arms"]
                 if row["kind"] in ("bug", "cure") or row["arm"] == NATURAL]
@@ -350,7 +350,7 @@ def one_step(model, rollout: Rollout, R: Tensor, lr: float):
 
 
 def lm_head_in_float32(model):
-    """`model`, whose output layer from now on computes in float32 (MiniMax-M1, 2506.13585)."""
+    """`model`, whose output layer now computes in float32 (MiniMax-M1, arXiv 2506.13585)."""
     def forward(layer, hidden):
         bias = None if layer.bias is None else layer.bias.float()
         with torch.autocast(hidden.device.type, enabled=False):
@@ -483,6 +483,10 @@ def policy(task: Task = SUM, architecture: dict = ARCHITECTURE) -> Path:
     return folder
 
 
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
 def find_model(name: str | None, task: Task = SUM, architecture: dict = ARCHITECTURE) -> str:
     """`name`, if its configuration and tokenizer can be used. None is the tiny policy; on a GPU,
     Qwen3-0.6B in place of the dense one. Raises ValueError with one line otherwise."""
@@ -503,7 +507,7 @@ def find_model(name: str | None, task: Task = SUM, architecture: dict = ARCHITEC
         if not config.architectures:
             raise ValueError("its config.json names no architecture")
     except Exception as error:       # transformers and chat templates have many exceptions
-        raise ValueError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"--model {name}: {first_line(error)}") from error
     return name
 
 
@@ -512,8 +516,7 @@ def load_model(path, dtype: torch.dtype = torch.float32):
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except Exception as error:       # a torn file has an exception of its own
-        raise ValueError(f"--model {path}: no weights that transformers can load "
-                         f"({str(error).strip().splitlines()[0]})") from error
+        raise ValueError(f"--model {path}: no weights to load ({first_line(error)})") from error
     return model.to(DEVICE).eval()
 
 
@@ -618,8 +621,7 @@ class Sampler:
         config = transformers.AutoConfig.from_pretrained(path)
         name = config.architectures[0]
         if name in ModelRegistry.models:
-            # Registered by its name alone, vLLM would look at it in another process, and that
-            # imports torchvision.
+            # as a class: for a name vLLM would start another process, which imports torchvision
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         context = getattr(config.get_text_config(), "max_position_embeddings", MAX_MODEL_LEN)
         self.max_model_len = min(MAX_MODEL_LEN, context)
@@ -641,9 +643,9 @@ class Sampler:
                head: int = 0, temperature: float = 1.0, top_k: int = -1,
                rows: slice = slice(None)) -> Rollout:
         """`group_size` responses to each prompt, neighbors in the batch; of these only `rows`.
-        Each response has a seed of its own, made from `seed` (an int or a list). head: how many of
-        the most likely tokens are recorded per position, -1 for all. Raises ValueError for a
-        temperature that vLLM would replace."""
+        Each has a seed of its own, made from `seed` (an int or a list). head: how many of the most
+        likely tokens are recorded per position, -1 for all. Raises ValueError for a temperature
+        that vLLM would replace."""
         from vllm import SamplingParams
         if temperature < 0 or 0 < temperature < 0.01:
             raise ValueError(f"temperature {temperature}: vLLM would silently take another one")
@@ -688,8 +690,8 @@ class Sampler:
             update = {"weights_iterator": list(state.items())}
             self.llm.collective_rpc("reload_weights", kwargs=update)
         except (ValueError, KeyError) as error:
-            raise SyncError("vLLM does not know a weight by the name that transformers gives it "
-                            f"({str(error).splitlines()[0]})") from error
+            raise SyncError("vLLM does not know a weight by the name that transformers gives it: "
+                            + first_line(error)) from error
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: old weights would answer new prompts")
         self.version += 1
