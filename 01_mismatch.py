@@ -238,6 +238,7 @@ def pooled(pairs: list[tuple]) -> list[Tensor]:              # log pi and log mu
 
 def measure(path: str, fp32, on: SimpleNamespace) -> dict:
     """The numbers of the lesson: each arm compares samples and a trainer."""
+    print("computing the trainers' log-probs ...", flush=True)
     bf16, fp16 = load_model(path, torch.bfloat16), load_model(path, torch.float16)
     lm_head32 = lm_head_in_float32(load_model(path, torch.bfloat16))
     exact = load_model(path, torch.bfloat16).double()        # float64, on weights in bfloat16
@@ -342,8 +343,9 @@ def one_step(model, rollout: Rollout, R: Tensor, lr: float):
     Equal rewards have no gradient: they are taken to be 0, 1, 0, 1 ..."""
     R = R if R.min() < R.max() else torch.arange(len(R)) % 2.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    logp = logprobs(model, rollout, grad=True)
-    (-((R - R.mean()).to(DEVICE)[:, None] * logp).sum() / rollout.mask.sum()).backward()
+    advantage = (R - R.mean()).to(DEVICE)[:, None]
+    loss = -(advantage * logprobs(model, rollout, grad=True)).sum() / rollout.mask.sum()
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return model
@@ -423,7 +425,9 @@ def is_tiny(tokenizer) -> bool:
 
 def scale(tokenizer) -> str:
     """Which of a lesson's SIZES suit this policy on this machine."""
-    return "tiny" if is_tiny(tokenizer) else "gpu" if DEVICE.type == "cuda" else "cpu"
+    if is_tiny(tokenizer):
+        return "tiny"
+    return "gpu" if DEVICE.type == "cuda" else "cpu"
 
 
 def make_tokenizer():
@@ -670,7 +674,7 @@ class Sampler:
         self.load(state)
         embedding = model.get_input_embeddings().weight
         sent = next(state.get(name) for name, p in model.named_parameters() if p is embedding)
-        held = self.llm.apply_model(token_embeddings)[0]
+        held = self.llm.apply_model(token_embeddings)[0]       # may be padded to more rows
         if sent is None or held is None or not torch.equal(held[:len(sent)], sent.to(self.dtype)):
             raise SyncError("the weights did not arrive: the engine looks tokens up in other rows")
         gaps = self.canary(model, state)
@@ -761,7 +765,9 @@ def table(title: str, rows: list[dict], *columns: str) -> None:
     def show(x) -> str:
         if isinstance(x, list):
             return " ".join(map(show, x))
-        return "-" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x)
+        if isinstance(x, float):
+            return f"{x:.3g}"
+        return "-" if x is None else str(x)
 
     print(f"\n{title}")
     printed = []
@@ -803,9 +809,10 @@ def arguments(file: str, doc: str, argv, task: Task = SUM, architecture: dict = 
     parser.add_argument("--out", type=Path, help="folder of the JSON and the picture")
     args = parser.parse_args(argv)
     plain = args == parser.parse_args([]) and Path(file).resolve().parent == ROOT
-    args.json = (args.out or ROOT / ("figures" if plain else f"runs/{name}")) / f"{name}.json"
+    folder = args.out or ROOT / ("figures" if plain else f"runs/{name}")
+    args.json = folder / f"{name}.json"
     try:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         args.json.with_suffix(".tmp").write_text("")          # can it be written?
         args.json.with_suffix(".tmp").unlink()
         args.path = find_model(args.model, task, architecture)
