@@ -131,7 +131,7 @@ def draw_01(result: dict):
 
 
 @table("mismatch")
-def mismatch_table(kinds=("control", "natural", "batch shape", "precision", "bug")) -> str:
+def mismatch_table(kinds=("control", "natural", "batch shape", "precision", "bug", "cure")) -> str:
     """Lesson 1: d = log pi - log mu of the sampled tokens, in nats."""
     return markdown(
         ["", "arm", "mean abs d", "± seeds", "rms", "k3", "mean d", "± s.e.", "E[exp d]"],
