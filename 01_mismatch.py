@@ -409,16 +409,14 @@ def make_prompts(task: Task, tokenizer, n: int, rng) -> tuple[np.ndarray, list[l
         words = (f"Digits: {' '.join(map(str, row))}. Add them one after the other and write down "
                  f"each running sum modulo 10. The last digit that you write must be the sum of "
                  f"all {task.length} digits modulo 10.")
-        if task.shots:
-            ids = tokenizer(task.shots.format(*row))["input_ids"]
-        elif tokenizer.chat_template:
+        if tokenizer.chat_template and not task.shots:
             ids = tokenizer.apply_chat_template(
                 [{"role": "user", "content": words}], add_generation_prompt=True,
                 enable_thinking=False, return_dict=False)
         else:
-            ids = tokenizer(words + "\nRunning sums: ")["input_ids"]
-        if ids[-1] == tokenizer.eos_token_id:                  # some tokenizers end each text
-            ids = ids[:-1]
+            text = task.shots.format(*row) if task.shots else words + "\nRunning sums: "
+            ids = tokenizer(text)["input_ids"]
+            ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids     # some end each text
         prompts.append(ids)
     return numbers, prompts
 

@@ -87,6 +87,31 @@ def test_faultless_demonstrations_earn_everything(tokenizer):
         assert tokenizer.decode(prompts[0]) == "".join(map(str, digits[0])) + "="
 
 
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_sums_for_released_models(digits, tokenizer):
+    """Three right examples and a question; the response must begin with the sum, whatever follows."""
+    from types import SimpleNamespace
+    task = lesson1.TASKS[f"add{digits}"]
+    seen = []
+    reader = lambda text: seen.append(text) or {"input_ids": [7, 8]}
+    reader.get_vocab, reader.eos_token_id, reader.chat_template = lambda: {"a": 0}, 8, "not used"
+    numbers, prompts = lesson1.make_prompts(task, reader, 200, np.random.default_rng(0))
+    assert prompts == [[7]] * 200 and numbers.shape == (200, 2) and numbers.max() < 10**digits and numbers.max() > 0.9 * 10**digits - 1
+    *examples, question = seen[0].split("\n")
+    assert question == f"{numbers[0, 0]}+{numbers[0, 1]}=" and len(examples) == 3
+    for example in examples:
+        assert eval(example.replace("=", "==")) and len(example.split("+")[0]) == digits
+    total = int(numbers[0].sum())
+    rollout = SimpleNamespace(ids=torch.zeros(5, 1, dtype=torch.long), mask=torch.ones(5, 1, dtype=torch.bool), ended=torch.zeros(5))
+    texts = [f"{total}\n1+1=2", f" {total}", f"{total}0", f"0 {total}", "none"]
+    decode = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: texts)
+    assert lesson1.rewards(task, numbers[:1].repeat(5, 0), rollout, decode).tolist() == [1, 1, 0, 0, 0]
+    with pytest.raises(ValueError, match="not made for this model"):
+        lesson1.make_prompts(task, tokenizer, 1, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="give --model too"):
+        lesson1.find_model(None, task)
+
+
 def test_other_models_read_the_task_in_words():
     chat = SimpleNamespace(get_vocab=lambda: {"a": 0}, chat_template="x",
                            apply_chat_template=lambda messages, **kw: [len(messages), ord(messages[0]["content"][0])])
@@ -103,7 +128,7 @@ def test_other_models_read_the_task_in_words():
 
     (prompt,) = lesson1.make_prompts(SUM, Plain(), 1, np.random.default_rng(0))[1]
     assert len(prompt) == 1 and prompt[0] > 100                         # the policy is not asked to go on after the end
-    with pytest.raises(ValueError, match="tiny policy only"):
+    with pytest.raises(ValueError, match="not made for this model"):
         lesson1.make_prompts(replace(SUM, name="other"), chat, 1, np.random.default_rng(0))
 
 
