@@ -1,7 +1,8 @@
-"""Lesson 1: one policy, two engines. How far apart are they at the same weights, and why?
+"""Lesson 1: one policy, an engine and a trainer. How far apart are they, and why?
 
-In RL for language models vLLM samples the responses and a PyTorch trainer computes the gradients.
-Both hold the same weights theta_s, and still they give a sampled token different probabilities:
+In RL for language models the engine, vLLM, samples the responses, and a PyTorch trainer computes
+the gradients. Let theta_s be the weights that the trainer sent last. Even if both hold exactly
+these, they give a sampled token different probabilities:
 
     d = log pi_theta_s(token) - log mu(token)             trainer minus sampler, in nats
 
@@ -9,16 +10,17 @@ mu is the engine's distribution, pi the trainer's. A nat is the unit of the natu
 d = 0.01 means that pi is 1 % larger than mu. On-policy training assumes d = 0. This lesson
 measures d where it must vanish, then as it naturally is, then with one bug at a time.
 
-Two sizes of the gap are reported together: mean |d|, and k3 = mean(exp(d) - 1 - d), which estimates
-KL(mu || pi). If the recorded mu sampled, and cuts off no token, then E_mu[exp d] = 1. That makes
-mean d slightly negative, about -k3. A clearly positive mean d is a bookkeeping error: some log-prob
-is not normalized, or is not that of the distribution that sampled.
+If the recorded mu is what sampled, and cuts off no token, then E_mu[exp d] = 1. Two sizes of the
+gap are reported together: mean |d|, and k3 = mean(exp(d) - 1 - d), which then estimates KL(mu ||
+pi). Mean d is then about -k3. A clearly positive mean d is a bookkeeping error: some log-prob is
+not normalized, or is not that of the distribution that sampled.
 
   python 01_mismatch.py     a CPU: a minute with a tiny policy, which the first run builds
                             a CUDA GPU (8.0 or newer, 13 GiB): Qwen3-0.6B, not run yet
 
-Expect 0 for one trainer twice, 1e-7 for float32 on both sides, and 2e-3 for bfloat16. The bugs
-make 6 to 70 times that. Only the log-softmax in bfloat16 hides, at 1.4 times the natural gap.
+Expect 0 for one trainer twice, 1e-7 for float32 on both sides, and 2e-3 for an engine in bfloat16
+(a released model: .04). The bugs make 6 to 70 times that. Only the log-softmax in bfloat16 hides,
+at 1.4 times the natural gap.
 
 Exercises: tests/EXERCISES.md.
 """
@@ -123,8 +125,9 @@ def gap(logp: Tensor, logp_sampler: Tensor) -> dict:
 
 # ---------------------------------------------------------------- why is there a gap?
 def two_errors(engine: Tensor, trainer: Tensor) -> dict:
-    """d = e_trainer - e_engine: each side's rounding error (n,), against float64. If the two are
-    independent, then rms(d)^2 = rms(e_engine)^2 + rms(e_trainer)^2."""
+    """d = e_trainer - e_engine, (n,). An error is the distance from float64 at the weights in
+    bfloat16, which an fp32 trainer does not round. If the two are independent, then
+    rms(d)^2 = rms(e_engine)^2 + rms(e_trainer)^2."""
     e, e_trainer = (x.square().mean().sqrt().item() for x in (engine, trainer))
     return {"engine's error": e, "trainer's error": e_trainer,
             "correlation": (engine * trainer).mean().item() / max(e * e_trainer, 1e-30),
@@ -214,19 +217,19 @@ def sample_all(path: str, task: Task, fp32, tokenizer, seed: int, quick: bool) -
     for k, rollout in enumerate(on.bf16):
         R = rewards(task, numbers, rollout, tokenizer)
         ahead = one_step(copy.deepcopy(fp32), rollout, R, lr)
-        on.stale += pairs([rollout], ahead)
+        on.stale += score([rollout], ahead)
         # A tied lm_head (output layer) is the embedding's matrix. named_parameters() lists it only
         # as the embedding. vLLM on a CPU holds a copy for the lm_head, which stays old.
         if fp32.config.tie_word_embeddings and DEVICE.type == "cpu":
             sampler.load(dict(ahead.named_parameters()))
-            on.lost += pairs([sampler.sample(prompts, max_tokens, seed=[seed, k])], ahead)
+            on.lost += score([sampler.sample(prompts, max_tokens, seed=[seed, k])], ahead)
     sampler.sync(fp32)
     on.back = sample(sampler)
     sampler.stop()
     return on
 
 
-def pairs(rollouts: list[Rollout], model, compute=logprobs, other=None) -> list[tuple]:
+def score(rollouts: list[Rollout], model, compute=logprobs, other=None) -> list[tuple]:
     """[(log pi, log mu) of the response tokens (n,)], one pair per rollout. `other` is computed by
     the trainer in place of log mu."""
     return [(compute(model, r)[r.mask], (other(model, r) if other else r.logp_sampler)[r.mask])
@@ -243,32 +246,32 @@ def measure(path: str, fp32, on: SimpleNamespace) -> dict:
     lm_head32 = lm_head_in_float32(load_model(path, torch.bfloat16))
     exact = load_model(path, torch.bfloat16).double()        # float64, on weights in bfloat16
     arms = [
-        ("control", "fp32 trainer twice", pairs(on.bf16, fp32, other=logprobs)),
-        ("control", "fp32 engine, fp32 trainer", pairs(on.fp32, fp32)),
-        ("natural", "bf16 engine, bf16 trainer", pairs(on.bf16, bf16)),
-        ("natural", NATURAL, pairs(on.bf16, fp32)),
-        ("natural", "fp32 engine, bf16 trainer", pairs(on.fp32, bf16)),
-        ("batch shape", "fp32 trainer: batch, row alone", pairs(on.bf16, fp32, other=row_alone)),
-        ("batch shape", "bf16 trainer: batch, row alone", pairs(on.bf16, bf16, other=row_alone)),
-        ("precision", "fp16 engine, fp16 trainer", pairs(on.fp16, fp16)),
-        ("precision", "fp16 engine, fp32 trainer", pairs(on.fp16, fp32)),
+        ("control", "fp32 trainer twice", score(on.bf16, fp32, other=logprobs)),
+        ("control", "fp32 engine, fp32 trainer", score(on.fp32, fp32)),
+        ("natural", "bf16 engine, bf16 trainer", score(on.bf16, bf16)),
+        ("natural", NATURAL, score(on.bf16, fp32)),
+        ("natural", "fp32 engine, bf16 trainer", score(on.fp32, bf16)),
+        ("batch shape", "fp32 trainer: batch, row alone", score(on.bf16, fp32, other=row_alone)),
+        ("batch shape", "bf16 trainer: batch, row alone", score(on.bf16, bf16, other=row_alone)),
+        ("precision", "fp16 engine, fp16 trainer", score(on.fp16, fp16)),
+        ("precision", "fp16 engine, fp32 trainer", score(on.fp16, fp32)),
         ("precision", "bf16 engine, bf16 trainer, both lm_heads fp32",
-         pairs(on.lm_head32, lm_head32)),
-        ("precision", "bf16 engine with fp32 lm_head, fp32 trainer", pairs(on.lm_head32, fp32)),
-        ("bug", "temperature 0.7 in sampler only", pairs(on.temperature, fp32)),
-        ("bug", "raw log-probs at temperature 0.7", pairs(on.raw, fp32)),
-        ("bug", "top-k 3 in sampler only", pairs(on.top_k, fp32)),
+         score(on.lm_head32, lm_head32)),
+        ("precision", "bf16 engine with fp32 lm_head, fp32 trainer", score(on.lm_head32, fp32)),
+        ("bug", "temperature 0.7 in sampler only", score(on.temperature, fp32)),
+        ("bug", "raw log-probs at temperature 0.7", score(on.raw, fp32)),
+        ("bug", "top-k 3 in sampler only", score(on.top_k, fp32)),
         ("cure", "top-k 3 in both: trainer renormalized over the kept tokens",
-         pairs(on.top_k, fp32, kept_logprobs)),
-        ("bug", "bf16 log-softmax", pairs(on.bf16, fp32, bf16_log_softmax)),
+         score(on.top_k, fp32, kept_logprobs)),
+        ("bug", "bf16 log-softmax", score(on.bf16, fp32, bf16_log_softmax)),
         ("bug", "weights one step stale (d + lag)", on.stale),
         ("bug", "tied lm_head lost in the sync", on.lost),   # on a GPU it cannot get lost: no row
-        ("control", f"back at {NATURAL}", pairs(on.back, fp32))]
+        ("control", f"back at {NATURAL}", score(on.back, fp32))]
     by_arm = {arm: pooled(logps) for _, arm, logps in arms if logps}
     errors = []
     for arm, rollouts in (("bf16 engine, bf16 trainer", on.bf16), (NATURAL, on.bf16),
                           ("fp32 engine, bf16 trainer", on.fp32)):
-        (logp, mu), (right, _) = by_arm[arm], pooled(pairs(rollouts, exact))
+        (logp, mu), (right, _) = by_arm[arm], pooled(score(rollouts, exact))
         errors.append({"pair": arm, **two_errors(mu - right, logp - right)})
     points = {arm: [[round(v, 4) for v in x[:800].tolist()] for x in by_arm[arm]]
               for arm in (NATURAL, "temperature 0.7 in sampler only")}
@@ -300,18 +303,19 @@ def verdict(result: dict) -> str:
     else:
         reason = "so the gap is rounding"
     return (f"At the same weights the engines differ by {natural['mean |d|']:.1e} nats per token "
-            f"in bfloat16 and by {control['mean |d|']:.1e} in float32, {reason}.")
+            f"with a bf16 engine and by {control['mean |d|']:.1e} in float32, {reason}.")
 
 
 def main(argv=None) -> dict:
     args, trainer, tokenizer = arguments(__file__, __doc__, argv)
     on = sample_all(args.path, args.task, trainer, tokenizer, args.seed, args.quick)
     result = measure(args.path, trainer, on)
-    table("d = log pi - log mu per sampled token, nats; predicted: E[exp d] = 1, k3 = rms^2 / 2",
+    table("d = log pi - log mu per sampled token, nats; predicted: E[exp d] = 1 and, for small d, "
+          "k3 = rms^2 / 2",
           result["arms"], "kind", "arm", "mean |d|", "± seeds", "rms", "max", "k3", "mean d",
           "s.e. of mean d", "E[exp d]")
     table("two errors against float64, predicted to be independent", result["two errors"])
-    table("|d| against the token's probability; eps (1 - p) misfits by about 2 for p in .2 to .6",
+    table("|d| against the token's probability: predicted by one eps for all | measured",
           result["by probability"])
     suspects = [row for row in result["arms"]
                 if row["kind"] in ("bug", "cure") or row["arm"] == NATURAL]
@@ -325,7 +329,9 @@ def main(argv=None) -> dict:
 # Every lesson uses what follows, and none is about it.
 MAX_MODEL_LEN = 2048                # tokens of prompt and response together
 LOGITS_AT_ONCE = 2**26              # float32 logits in a micro-batch: 256 MiB
-CANARY = {                          # what a sync may leave: nats, + times what rounding explains
+# A sync is checked by a canary: a text that engine and trainer both score. It may leave a gap of
+# so many nats, plus so many times what rounding to the engine's dtype explains.
+CANARY = {
     "median over a text": (1e-4, 4),
     "worst of a text": (1e-2, 5),
     "worst of the vocabulary": (2e-3, 10)}
@@ -824,8 +830,10 @@ def arguments(file: str, doc: str, argv, architecture: dict = ARCHITECTURE):
     name = Path(file).stem.removeprefix("bug_")
     parser = argparse.ArgumentParser(prog=Path(file).name, description=doc.split("\n")[0])
     parser.add_argument("--model", help="a directory or a hub name (on a CPU a tiny policy)")
-    parser.add_argument("--task", choices=TASKS, default="sum", help="a released model can also "
-                        "add two numbers of one, two or three digits, after three examples")
+    parser.set_defaults(task="sum")
+    if architecture is ARCHITECTURE:        # lesson 5 compares two policies on one task
+        parser.add_argument("--task", choices=TASKS, help="a released model can also add two "
+                            "numbers of one, two or three digits, after three examples")
     parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampling")
     parser.add_argument("--quick", action="store_true", help="the same experiment, smaller")
     parser.add_argument("--out", type=Path, help="folder of the JSON and the picture")

@@ -22,11 +22,11 @@ summary.json and train.png. The columns of metrics.csv:
   step, age                       age: steps since the last sync
   reward, length, cut_off         mean reward; mean tokens per response; share cut off
   discrepancy, k3, lag            mean |d|; k3 of d (lesson 1); mean |l|; in nats
-  ess, ess_tokens, mean_ratio     ESS of exp(l) over responses, over tokens; mean exp(l). If a batch
-                                  is dropped they are that batch's
+  ess, ess_tokens, mean_ratio     effective sample size of exp(l), a share of the responses, of the
+                                  tokens; mean exp(l). If a batch is dropped, they are that batch's
   dropped_tokens, dropped_seconds    of that batch; else 0
-  weight, grad_norm, loss         mean w; the gradient's norm, before clipping; L
-  tokens, not_finite, seconds     N; tokens without a finite log mu, not in N; of the whole step
+  weight, grad_norm, loss         mean importance weight; gradient norm before clipping; the loss
+  tokens, not_finite, seconds     trained on; left out without a finite log mu; of the whole step
 """
 import argparse
 import copy
