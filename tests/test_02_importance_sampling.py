@@ -991,9 +991,9 @@ def test_the_last_line_follows_the_numbers():
         return lesson2.verdict([{"ESS of responses": ess, "mean weight": mean}, {"ESS of responses": stale}])
 
     clean = said(0.9998, 1.0001)
-    assert "hardly changes" in clean and "0.9998" in clean and "0.18" in clean
+    assert "weights are close to 1" in clean and "0.9998" in clean and "0.18" in clean
     for ess, mean in ((0.34, 1.0), (0.95, 1.0), (1.0, 0.9), (1.0, 1.1), (math.nan, 1.0), (1.0, math.nan)):
-        assert "hardly" not in said(ess, mean) and "a weight changes" in said(ess, mean)
+        assert "weights are not close to 1" in said(ess, mean)
 
 
 def test_quick_run(tmp_path, engine16, tiny, monkeypatch, capsys):
