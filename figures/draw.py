@@ -557,7 +557,8 @@ def arms_sum() -> str:
 
 @table("arms-stop")
 def arms_stop() -> str:
-    """Lesson 4: every arm on the early-stop task, sampler never synced; a number per seed"""
+    """Lesson 4: every arm on the early-stop task, sampler never synced; a number per seed. These records are of an earlier
+    revision of the code, on several threads, and the floor of the sampler's prefixes is taken on the on-policy runs' own"""
     return arms_table("stop")
 
 
