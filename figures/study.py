@@ -738,7 +738,7 @@ def pretrained(trainer, engines, tokenizer, contract: str, arm: str, period: int
     run = lesson3.grpo(
         model, engines[dtype], ADD, tokenizer, torch.optim.AdamW(model.parameters(), lr=3e-6, weight_decay=0.0),
         lambda batch: None if (value := loss(batch)) is None else scale * value, LAST + 1, period, seed, prompts=8,
-        head=its.get("head", 0), decay=False,
+        head=min(its.get("head", 0), lesson1.vocabulary(model)), decay=False,
         logprobs=lambda model, rollout, old, grad: logprobs(model, rollout, True, grad))
     start = torch.cat([p.detach().flatten() for p in trainer.parameters()])
     for batch in tqdm(run, total=LAST + 1, desc=f"{contract}, {arm}, seed {seed}"):

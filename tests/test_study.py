@@ -527,6 +527,57 @@ def test_positions():
     assert rows[1][f"{FRESH}, late"] == [0.6]
 
 
+# ---------------------------------------------------------------- a released model
+def check_normal_share(normal_share):
+    """Of d ~ N(0.1, 0.5) and three quarters A > 0: what is above log 1.2 for these, below log 0.8 for the others."""
+    rng = torch.Generator().manual_seed(0)
+    d = 0.1 + 0.5 * torch.randn(400_000, generator=rng)
+    A = torch.where(torch.rand(len(d), generator=rng) < 0.75, 1.0, -1.0)
+    clipped = ((A > 0) & (d.exp() > 1.2)) | ((A < 0) & (d.exp() < 0.8))
+    assert abs(normal_share(d, A) - clipped.double().mean().item()) < 2e-3
+    assert normal_share(d, torch.zeros(len(d))) == 0
+
+
+WRONG_SHARE = {
+    "signs swapped": lambda d, A: study.normal_share(d, -A), "the sampler minus the trainer": lambda d, A: study.normal_share(-d, A),
+    "both sides for all": lambda d, A: study.normal_share(d, A) + study.normal_share(d, -A),
+    "centered": lambda d, A: study.normal_share(d - d.mean(), A),
+}
+
+
+def test_normal_share():
+    check_normal_share(study.normal_share)
+
+
+@pytest.mark.parametrize("name", WRONG_SHARE)
+def test_normal_share_rejects(name):
+    rejected(check_normal_share, WRONG_SHARE[name])
+
+
+@pytest.mark.parametrize("arm, period", [("none", 1), ("dlc", 2)])
+def test_a_run_of_the_released_model(arm, period, trainer, engine, engine16, tokenizer, monkeypatch):
+    """With the tiny policy in its place: the parts at each sync, what is clipped, what both policies answer."""
+    monkeypatch.setattr(study, "ADD", lesson1.SUM)
+    monkeypatch.setattr(study, "LAST", 1)
+    engines = {torch.bfloat16: engine16, "judge": engine}
+    record = study.pretrained(trainer, engines, tokenizer, "fp32 | bf16", arm, period, 0)
+    assert record["synced"] == [True, period == 1] and record["mean |lag|"][0] == 0 == record["measured"][0]
+    assert (record["mean |lag|"][1] > 0) == (period == 2)
+    assert 1e-4 < record["mean |arithmetic|"][0] < 2e-2 and record["mean |cast|"][0] > 0       # it is not on the bf16 grid
+    assert record["clipped"][0] == 0 == record["clipped, predicted"][0]
+    assert {policy: set(said) for policy, said in record["answers"].items()} == {
+        policy: {"sampled", "greedy"} for policy in ("trainer", "as the engine holds it")}
+
+
+def test_the_plan_of_the_released_model():
+    plan = study.plan_pretrained()
+    assert len(plan) == 30 and {run[0] for run in plan.values()} == set(lesson3.CONTRACTS)
+    with pytest.raises(SystemExit):
+        study.main(["pretrained"])
+    with pytest.raises(SystemExit):
+        study.main(["04", "some/model"])
+
+
 # ---------------------------------------------------------------- pictures and tables
 def test_the_pictures_and_tables_of_lesson_4_are_made_from_the_records(tmp_path):
     draw = import_module("draw")
