@@ -22,7 +22,7 @@ leaves the engine's part of the gap, but keeps a response's experts fixed while 
   python figures/study.py 05            training under no replay, R2 and R3: half an hour
 
 Expect half a percent of the picks to flip between a bf16 engine and an fp32 trainer. These few make
-about half of k3, lesson 1's estimate of KL(mu || pi). Replay removes their part and leaves the
+half of k3 or more, lesson 1's estimate of KL(mu || pi). Replay removes their part and leaves the
 rest, twice that of a dense policy. Exercises: tests/EXERCISES.md.
 """
 import copy
