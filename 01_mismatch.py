@@ -19,8 +19,8 @@ not normalized, or is not that of the distribution that sampled.
                             a CUDA GPU (8.0 or newer, 13 GiB): Qwen3-0.6B, not run yet
 
 Expect 0 for one trainer twice, 1e-7 for float32 on both sides, and 2e-3 for an engine in bfloat16
-(a released model: .04). The bugs make 6 to 70 times that. Only the log-softmax in bfloat16 hides,
-at 1.4 times the natural gap.
+(a released model: .04). Most bugs make 30 to 70 times that. A log-softmax in bfloat16 hides, and so
+may an lm_head that missed one update.
 
 Exercises: tests/EXERCISES.md.
 """

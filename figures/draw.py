@@ -142,10 +142,10 @@ def mismatch_table(kinds=("control", "natural", "batch shape", "precision", "bug
 
 @table("mismatch-short")
 def mismatch_short() -> str:
-    rows = [row for row in load("01_mismatch")["arms"] if row["kind"] in ("natural", "bug")
+    rows = [row for row in load("01_mismatch")["arms"] if row["kind"] in ("natural", "bug", "cure")
             or row["arm"] == "fp32 engine, fp32 trainer"]
     return markdown(["arm", "mean abs d", "k3", "mean d ± s.e."], [
-        [("bug: " if row["kind"] == "bug" else "") + row["arm"], power(row["mean |d|"]), power(row["k3"]),
+        [(f"{row['kind']}: " if row["kind"] in ("bug", "cure") else "") + row["arm"], power(row["mean |d|"]), power(row["k3"]),
          f"{power(row['mean d'])} ± {power(row['s.e. of mean d'])}"] for row in rows])
 
 
