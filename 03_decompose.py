@@ -434,7 +434,7 @@ def main(argv=None) -> dict:
     sampler = lesson1.Sampler(args.path, lesson1.engine_dtype(tokenizer))
     steps = 2 * PERIOD if args.quick else STEPS
     start = copy.deepcopy(trainer)                             # the run changes the trainer
-    # with TIS, which keeps the stale run from collapsing
+    # with TIS, the usual choice
     run = grpo(trainer, sampler, args.task, tokenizer,
                torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0),
                weighted(lesson2.CORRECTIONS["tis"]), steps, PERIOD, args.seed,
