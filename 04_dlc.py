@@ -23,12 +23,17 @@ How good is a correction? Train with it and a stale sampler, train on-policy, an
 policies: KL(on-policy || run), exact over the vocabulary, on fresh on-policy responses, averaged
 over checkpoints. Another on-policy run gives the floor. The paper claims at most twice the floor.
 
-  python 04_dlc.py                           a CPU: on-policy, none, TIS and DLC in 3 to 5 minutes
-  python 04_dlc.py --model Qwen/Qwen3-0.6B   a CUDA GPU, 24 GB (not run yet)
-  python figures/study.py 04                 twelve arms, two tasks, 3 to 5 seeds: 75 minutes
+Two comparisons follow: a stale sampler alone, and a stale sampler whose engine is off as well.
 
-Expect 33 times the floor without a correction, 12 with TIS, and 1.1 with DLC (0.9 to 4.7 over five
-seeds), which syncs 4 times in 80 steps. Exercises: tests/EXERCISES.md.
+  python 04_dlc.py                           a CPU: four arms, then three, in 5 to 8 minutes
+  python 04_dlc.py --model Qwen/Qwen3-0.6B   a CUDA GPU, 24 GB (not run yet)
+  python figures/study.py 04                 twenty arms, two tasks, 3 to 8 seeds: hours
+  python figures/study.py both               the second comparison with three engines, five seeds
+
+Expect 4 floors without a correction, 19 with TIS, and 0.6 with DLC, which syncs 12 times in 80
+steps. One run is a poor floor: over eight seeds it is 10 to 68, 8 to 70, and 1 to 5. Where the
+engine is off as well, expect 24 floors from clip and resync without the center, and 1.6 with it.
+Exercises: tests/EXERCISES.md.
 """
 import copy
 from dataclasses import dataclass, replace

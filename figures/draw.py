@@ -428,8 +428,9 @@ def draw_04(result: dict):
             panel.semilogy([step["step"] for step in at], [step[FRESH] for step in at], **STYLE[arm],
                            label=f"{NAME.get(arm, arm)}: {'-' if ratio is None else format(ratio, '.1f')} floors, "
                            f"{syncs} {'sync' if syncs == 1 else 'syncs'}")
-        panel.set(xlabel="step", ylabel="KL(on-policy || run) (nats per token)", title=title)
-        panel.legend(loc="lower right", fontsize=8)
+        panel.set(xlabel="step", ylabel="KL(on-policy || run) (nats per token)", title=title,
+                  ylim=(None, 30 * panel.get_ylim()[1]))                # room for the legend
+        panel.legend(loc="upper left", fontsize=8)
 
     distances(panels[0], result, f"A lag: synced every {result['period']} steps.\n"
               "The floor is the on-policy run shown, another seed")
@@ -440,9 +441,9 @@ def draw_04(result: dict):
             resynced = [step["step"] for step in run["steps"] if step["age"] == 0]
             panels[1].plot(resynced, [1.06] * len(resynced), "v", color=style["color"], label="a sync of DLC")
     panels[1].axhline(0.5, color=GREY, linewidth=0.8)
-    panels[1].set(xlabel="step", ylabel="ESS of the responses, a share", ylim=(0, 1.13),
+    panels[1].set(xlabel="step", ylabel="ESS of the responses, a share", ylim=(0, 1.4), yticks=(0, 0.25, 0.5, 0.75, 1),
                   title="A lag: DLC refuses a batch below one half (not shown)\nand syncs. The others train on what is left")
-    panels[1].legend(loc=(0.42, 0.42), fontsize=8)
+    panels[1].legend(loc="upper center", ncol=3, fontsize=8)
     if both:
         ratios = {row["arm"]: row[f"{FRESH} / floor"] for row in both["arms"]}
         more = (ratios["lag clip + resync"] or 0) > 2 * (ratios["dlc"] or 0)
