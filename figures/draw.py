@@ -640,19 +640,14 @@ def positions_table() -> str:
 def free_table() -> str:
     """Lesson 4: the discrepancy alone, on the free tokens, sampler synced before every step; a number per seed"""
     study, rows = import_module("study"), []
-    records = [*load("both_study").values()]
-    for engine in ("", "5% noise", "10% noise"):
-        for arm in ("none", "tis", "centering"):
-            row = [engine or "natural", arm]
-            for kind in ("raw", "mean"):
-                mine = [r for r in records if r["setting"] == f"free, {kind}"]
-                base = np.mean([study.mean_kl(r) for r in mine if r["arm"] == "none" and not r["engine"]])
-                cell = [r for r in mine if r["arm"] == arm and r["engine"] == engine]
-                row += [each([study.mean_kl(r) / base for r in cell], 1), each([r["entropy"] for r in cell])]
-                row += [each([r["accuracy"] for r in cell])] if kind == "raw" else []
-            rows.append(row)
-    return markdown(["engine", "arm", "raw rewards: KL / floor", "entropy at the end",
-                     "reward", "group means: KL / floor", "entropy"], rows)
+    records = [r for r in load("both_study").values() if r["setting"].startswith("free")]
+    for setting, engine, arm in dict.fromkeys((r["setting"], r["engine"], r["arm"]) for r in records):
+        mine = [r for r in records if r["setting"] == setting]
+        base = np.mean([study.mean_kl(r) for r in mine if r["arm"] == "none" and not r["engine"]])
+        cell = [r for r in mine if (r["engine"], r["arm"]) == (engine, arm)]
+        rows.append([setting.removeprefix("free, "), engine or "natural", arm, each([study.mean_kl(r) / base for r in cell], 1),
+                     each([r["entropy"] for r in cell]), each([r["accuracy"] for r in cell])])
+    return markdown(["advantage", "engine", "arm", "KL / floor", "entropy at the end", "reward"], rows)
 
 
 @table("alarms")
