@@ -142,8 +142,9 @@ def mismatch_table(kinds=("control", "natural", "batch shape", "precision", "bug
 
 @table("mismatch-short")
 def mismatch_short() -> str:
-    rows = [row for row in load("01_mismatch")["arms"] if row["kind"] in ("natural", "bug", "cure")
-            or row["arm"] == "fp32 engine, fp32 trainer"]
+    shown = ("fp32 engine, fp32 trainer", "temperature 0.7 in sampler only", "raw log-probs at temperature 0.7",
+             "top-k 3 in sampler only", "bf16 log-softmax")
+    rows = [row for row in load("01_mismatch")["arms"] if row["kind"] in ("natural", "cure") or row["arm"] in shown]
     return markdown(["arm", "mean abs d", "k3", "mean d ± s.e."], [
         [(f"{row['kind']}: " if row["kind"] in ("bug", "cure") else "") + row["arm"], power(row["mean |d|"]), power(row["k3"]),
          f"{power(row['mean d'])} ± {power(row['s.e. of mean d'])}"] for row in rows])
@@ -579,22 +580,20 @@ def floors_table() -> str:
 
 @table("arms-short")
 def arms_short() -> str:
-    study, rows = import_module("study"), []
-    tasks = [{row["arm"]: row for row in study.arm_rows(study.main_runs(records_04(), name))} for name in ("sum", "stop")]
-    for arm in [*study.MAIN_04, "none, periodic", "dlc, periodic"]:
-        if all(arm in task for task in tasks):
-            rows.append([arm, *(cell for task in tasks for cell in (
-                each(task[arm]["KL / floor"], 1), span(task[arm]["syncs"]), f"{task[arm]['dropped tokens']:.0f}"))])
-    return markdown(["arm", *(f"{task}: {what}" for task in ("running sum", "early stop")
-                              for what in ("KL / floor", "syncs", "dropped tokens"))], rows)
+    study = import_module("study")
+    rows = study.arm_rows(study.main_runs(records_04(), "sum"))
+    return markdown(["arm", "KL / floor, a seed each", "at most 2", "accuracy", "syncs", "dropped tokens"], [
+        [row["arm"], each(row["KL / floor"], 1), row["at most 2"], span([float(f"{x:.2f}") for x in row["accuracy"]]),
+         span(row["syncs"]), f"{row['dropped tokens']:.0f}"] for row in rows if row["arm"] in study.MAIN_04])
 
 
 def both_table(short: bool) -> str:
     rows = import_module("study").both_rows([*load("both_study").values()])
     if short:
-        return markdown(["arm", "KL / floor", "entropy", "syncs"], [
+        shown = ("none", "tis + resync", "lag clip + resync", "dlc")
+        return markdown(["arm", "KL / floor, a seed each", "entropy at the end", "syncs"], [
             [row["arm"], each(row["KL / floor"], 1), each(row["entropy"]), span(row["syncs"])]
-            for row in rows if row["engine"] == "5% noise" or row["arm"] == "on-policy"])
+            for row in rows if row["engine"] == "5% noise" and row["arm"] in shown])
     return markdown(["engine", *list(rows[0])[1:]], [
         [row["engine"], row["arm"], each(row["KL / floor"], 1), each(row["entropy"]), each(row["reward"]),
          each(row["syncs"]), f"{row['dropped tokens']:.0f}"] for row in rows])
