@@ -851,7 +851,8 @@ def filled(text: str) -> str:
 
 def results() -> str:
     """RESULTS.md: all tables but those that the README shows shortened."""
-    parts = [f"## {make.__doc__.strip()}\n\n{make()}" for make in TABLES.values() if make.__doc__]
+    made = {make.__doc__.strip(): make() for make in TABLES.values() if make.__doc__}
+    parts = [f"## {title}\n\n{text}" for title, text in made.items() if text]      # no records yet: no table
     return "\n\n".join(["# Results\n\nEvery table, made by `python figures/draw.py` from the JSON beside it.",
                         *parts]) + "\n"
 
