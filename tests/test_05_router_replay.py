@@ -983,8 +983,8 @@ def test_gradients_replay_what_they_say(mixture_trainer, mixture_engine, tokeniz
 def test_the_study_trains_with_what_it_names(monkeypatch):
     """Arm, seed, period, weight and log-probs of every run."""
     calls, weights = [], lesson2.CORRECTIONS
-    monkeypatch.setattr(study, "run_04", lambda start, sampler, tokenizer, reference, setting, arm, seed, **changes:
-                        calls.append((setting, arm, seed, *changes.values())) or {})
+    monkeypatch.setattr(study, "run_04", lambda start, sampler, tokenizer, reference, setting, arm, seed, engine, period,
+                        **changes: calls.append((setting, arm, seed, period, *changes.values())) or {})
     monkeypatch.setattr(study, "with_replay", lambda kind: kind)
     monkeypatch.setattr(lesson3, "weighted", lambda correct: correct)
     records = {key: study.run_05(None, None, None, {}, *arguments) for key, arguments in study.plan_05().items()}
