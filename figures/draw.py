@@ -495,7 +495,7 @@ def draw_04_study(result: dict):
             right.semilogy([x + shift] * len(y), y, marker, color=color, markersize=5,
                            label=label if x == 0 else None)
     right.axhspan(0.3, 2, color="0.9", zorder=0)
-    right.set_xticks(range(len(arms)), [arm.replace(", ", ",\n") for arm in arms])
+    right.set_xticks(range(len(arms)), [arm.replace(", ", ",\n").replace(" + ", "\n+ ") for arm in arms])
     right.set(ylabel="KL / floor of the same prefixes", ylim=(0.3, 25),
               title="Early stop: on the sampler's prefixes\nthe mean hides what late tokens show")
     right.legend(fontsize=8, loc="upper right")
