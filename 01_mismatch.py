@@ -1,7 +1,8 @@
-"""Lesson 1: one policy, two engines. How far apart are they at the same weights, and why?
+"""Lesson 1: one policy, an engine and a trainer. How far apart are they, and why?
 
-In RL for language models vLLM samples the responses and a PyTorch trainer computes the gradients.
-Both hold the same weights theta_s, and still they give a sampled token different probabilities:
+In RL for language models the engine, vLLM, samples the responses, and a PyTorch trainer computes
+the gradients. Let theta_s be the weights that the trainer sent last. Even if both hold exactly
+these, they give a sampled token different probabilities:
 
     d = log pi_theta_s(token) - log mu(token)             trainer minus sampler, in nats
 
@@ -9,18 +10,17 @@ mu is the engine's distribution, pi the trainer's. A nat is the unit of the natu
 d = 0.01 means that pi is 1 % larger than mu. On-policy training assumes d = 0. This lesson
 measures d where it must vanish, then as it naturally is, then with one bug at a time.
 
-Two sizes of the gap are reported together: mean |d|, and k3 = mean(exp(d) - 1 - d), which estimates
-KL(mu || pi). If the recorded mu sampled, and cuts off no token, then E_mu[exp d] = 1. That makes
-mean d slightly negative, about -k3. A clearly positive mean d is a bookkeeping error: some log-prob
-is not normalized, or is not that of the distribution that sampled.
+If the recorded mu is what sampled, and cuts off no token, then E_mu[exp d] = 1. Two sizes of the
+gap are reported together: mean |d|, and k3 = mean(exp(d) - 1 - d), which then estimates KL(mu ||
+pi). Mean d is then about -k3. A clearly positive mean d is a bookkeeping error: some log-prob is
+not normalized, or is not that of the distribution that sampled.
 
-  python 01_mismatch.py                           a CPU: a minute, with a tiny policy
-  python 01_mismatch.py --model Qwen/Qwen3-0.6B   a CUDA GPU: its default model, not run yet;
-                                                  about 13 GiB by hand, capability 8.0 or newer
+  python 01_mismatch.py     a CPU: a minute with a tiny policy, which the first run builds
+                            a CUDA GPU (8.0 or newer, 13 GiB): Qwen3-0.6B, not run yet
 
-The first run builds the tiny policy, which takes another minute at most.
-Expect 0 for one trainer twice, 1e-7 for float32 on both sides, and 2e-3 for bfloat16. The bugs
-make 6 to 70 times that. Only the log-softmax in bfloat16 hides, at 1.4 times the natural gap.
+Expect 0 for one trainer twice, 1e-7 for float32 on both sides, and 2e-3 for an engine in bfloat16
+(a released model: .04). Most bugs make 30 to 70 times that. A log-softmax in bfloat16 hides, and so
+may an lm_head that missed one update.
 
 Exercises: tests/EXERCISES.md.
 """
@@ -39,10 +39,10 @@ import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Callable
 
-# Text only: what may have been built for another torch, and would break the import, is absent.
+# text only: these may have been built for another torch, and would break the import
 sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")    # spinning threads make a busy CPU 10x slower
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -54,6 +54,7 @@ if not torch.cuda.is_available():
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -64,8 +65,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # ---------------------------------------------------------------- what is a log-prob?
 def token_logp(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) at `ids`, in nats; float32, or float64 for float64 logits.
-    logits (..., V), ids (..., K) -> (..., K). Raises ValueError for temperature 0."""
+    """log softmax(logits / temperature) at `ids`, in nats: logits (..., V), ids (..., K) ->
+    (..., K), float32 or better. Raises ValueError for temperature 0."""
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: greedy responses have no log-probs")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -76,9 +77,9 @@ def token_logp(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 def response_logits(model, rollout: Rollout) -> Tensor:
     """The trainer's logits (B, T, V) for the response tokens. The token at position t is predicted
     by the logits at t - 1, the first response token by those of the last prompt token."""
-    ids = torch.cat([rollout.prompt_ids, rollout.ids], 1)                   # (B, P + T)
+    ids = torch.cat([rollout.prompt_ids, rollout.ids], 1)  # (B, P + T)
     attention = torch.cat([rollout.prompt_mask, rollout.mask], 1).long()
-    positions = (attention.cumsum(1) - 1).clamp(min=0)                      # left padding: no place
+    positions = (attention.cumsum(1) - 1).clamp(min=0)  # padding takes no position
     T = rollout.ids.shape[1]
     return model(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False,
                  logits_to_keep=T + 1).logits[:, :-1]
@@ -86,28 +87,24 @@ def response_logits(model, rollout: Rollout) -> Tensor:
 
 def logprobs(model, rollout: Rollout, head: bool = False, grad: bool = False):
     """log pi of the sampled tokens (B, T) in nats, 0 on padding. With `head` also of the K recorded
-    tokens per position (B, T, K). Dropout is off. Without `grad` there is no graph.
-
-    Works in micro-batches. With several of them and `grad` the backward pass computes each anew, so
-    that memory holds one at a time. Raises ValueError for a token beyond the model's vocabulary."""
+    tokens per position (B, T, K). Without `grad` there is no graph. Dropout is off.
+    Raises ValueError for a token beyond the model's vocabulary."""
     V = vocabulary(model)
-    largest = max(int(ids.max()) for ids in (rollout.ids, rollout.head_ids) if ids.numel())
-    if largest >= V:
-        raise ValueError(f"the engine used token {largest}, but the trainer's vocabulary has {V}")
 
     def one_part(part: Rollout) -> Tensor:
-        ids = part.ids[..., None]                                           # (B, T, 1)
-        ids = torch.cat([ids, part.head_ids], -1) if head else ids          # (B, T, 1 + K)
+        ids = torch.cat([part.ids[..., None], part.head_ids], -1)  # (B, T, 1 + K)
+        if ids.max() >= V:
+            raise ValueError(f"the engine used token {ids.max()}, but the trainer knows only {V}")
         return token_logp(response_logits(model, part), ids, part.temperature)
 
     model.eval()
     parts = [rollout[rows] for rows in micro_batches(rollout, V)]
     with torch.set_grad_enabled(grad):
-        if grad and len(parts) > 1:
+        if grad and len(parts) > 1:    # the backward pass computes each part anew, to save memory
             logps = [checkpoint(one_part, part, use_reentrant=False) for part in parts]
         else:
             logps = [one_part(part) for part in parts]
-        logps = torch.cat(logps)
+        logps = torch.cat(logps)  # (B, T, 1 + K)
         logp = torch.where(rollout.mask, logps[..., 0], 0.0)
     return (logp, logps[..., 1:]) if head else logp
 
@@ -123,14 +120,14 @@ def gap(logp: Tensor, logp_sampler: Tensor) -> dict:
             "mean d": d.mean().item(),
             # k3 = E[exp(d) - 1 - d], joschu.net/blog/kl-approx.html; expm1 keeps small values exact
             "k3": (torch.expm1(d) - d).mean().item(),
-            # 1 if mu is what sampled, and cuts off no token
             "E[exp d]": d.exp().mean().item()}
 
 
 # ---------------------------------------------------------------- why is there a gap?
 def two_errors(engine: Tensor, trainer: Tensor) -> dict:
-    """d = e_trainer - e_engine: each side's error against float64 on bf16 weights, (n,). Hence
-    rms(d)^2 = rms(e)^2 + rms(e')^2 - 2 corr rms(e) rms(e'). Predicted: corr = 0."""
+    """d = e_trainer - e_engine, (n,). An error is the distance from float64 at the weights in
+    bfloat16, which an fp32 trainer does not round. If the two are independent, then
+    rms(d)^2 = rms(e_engine)^2 + rms(e_trainer)^2."""
     e, e_trainer = (x.square().mean().sqrt().item() for x in (engine, trainer))
     return {"engine's error": e, "trainer's error": e_trainer,
             "correlation": (engine * trainer).mean().item() / max(e * e_trainer, 1e-30),
@@ -140,7 +137,8 @@ def two_errors(engine: Tensor, trainer: Tensor) -> dict:
 
 def by_probability(logp: Tensor, logp_sampler: Tensor) -> list[dict]:
     """|d| against the probability p of the sampled token. Noise eps on a token's log-odds moves its
-    log-prob by eps (1 - p) (arXiv 2609.32444). One eps, fitted to the mean, serves all bins."""
+    log-prob by eps (1 - p) (arXiv 2609.32444). One eps is fitted to the mean and serves all bins.
+    It misfits by a factor of about 2 for p between .2 and .6, where |d| is larger."""
     p, d = logp_sampler.exp().double(), (logp - logp_sampler).abs().double()
     eps = (d.mean() / (1 - p).mean()).item()
     edges = [0, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97, 1.01]
@@ -155,156 +153,147 @@ def by_probability(logp: Tensor, logp_sampler: Tensor) -> list[dict]:
     return rows
 
 
-# ---------------------------------------------------------------- the arms
-SIZES = {      # prompts, response tokens, seeds of the sampling, learning rate of the one step
-    "tiny": (256, 9, 4, 1.5e-3), "cpu": (2, 12, 2, 1e-6), "gpu": (64, 256, 4, 1e-6)}
-ENGINES = [    # vLLM's settings, and what is sampled: name -> change of the sampling parameters
-    ({"dtype": "float32"}, {"fp32": {}}),
-    ({"dtype": "bfloat16"}, {"bf16": {}, "temperature": {"temperature": 0.7},
-                             "top-k": {"top_k": 3}}),
-    ({"dtype": "float16"}, {"fp16": {}}),
-    ({"dtype": "bfloat16", "lm_head_fp32": True}, {"bf16, fp32 lm_head": {}}),
-    ({"dtype": "bfloat16", "logprobs_mode": "raw_logprobs"}, {"raw": {"temperature": 0.7}})]
-
-
+# ---------------------------------------------------------------- other log-probs, (B, T)
 def row_alone(model, rollout: Rollout) -> Tensor:
     """The same log-probs, one response per forward pass: another batch shape."""
     return torch.cat([logprobs(model, rollout[i:i + 1]) for i in range(len(rollout))])
 
 
+@torch.no_grad()
 def bf16_log_softmax(model, rollout: Rollout) -> Tensor:
     """The bug: log-softmax in bfloat16."""
     logps = []
     for rows in micro_batches(rollout, vocabulary(model)):
-        with torch.no_grad():
-            logits = response_logits(model, rollout[rows]).bfloat16()
+        logits = response_logits(model, rollout[rows]).bfloat16()
         logps.append(logits.log_softmax(-1).gather(-1, rollout[rows].ids[..., None]))
     return torch.cat(logps)[..., 0].float()
 
 
-TRAINERS = [   # how the trainer is loaded, and what it computes: column -> function
-    (lambda path: load_model(path),
-     {"fp32": logprobs, "fp32 again": logprobs, "fp32, row alone": row_alone,
-      "bf16 log-softmax": bf16_log_softmax}),
-    (lambda path: load_model(path, torch.bfloat16),
-     {"bf16": logprobs, "bf16, row alone": row_alone}),
-    (lambda path: load_model(path, torch.float16),
-     {"fp16": logprobs}),
-    (lambda path: lm_head_in_float32(load_model(path, torch.bfloat16)),
-     {"bf16, fp32 lm_head": logprobs}),
-    (lambda path: load_model(path, torch.bfloat16).double(),      # exact, on the rounded weights
-     {"exact": logprobs})]
-NATURAL = "bf16 engine, fp32 trainer"           # each bug is put into this pair, and out again
-ARMS = [       # kind, arm, samples, d = this column - that column; "mu" is what the engine recorded
-    ("control", "fp32 trainer twice", "bf16", "fp32", "fp32 again"),
-    ("control", "fp32 engine, fp32 trainer", "fp32", "fp32", "mu"),
-    ("natural", "bf16 engine, bf16 trainer", "bf16", "bf16", "mu"),
-    ("natural", NATURAL, "bf16", "fp32", "mu"),
-    ("natural", "fp32 engine, bf16 trainer", "fp32", "bf16", "mu"),
-    ("batch shape", "fp32 trainer: batch, row alone", "bf16", "fp32", "fp32, row alone"),
-    ("batch shape", "bf16 trainer: batch, row alone", "bf16", "bf16", "bf16, row alone"),
-    ("precision", "fp16 engine, fp16 trainer", "fp16", "fp16", "mu"),
-    ("precision", "fp16 engine, fp32 trainer", "fp16", "fp32", "mu"),
-    ("precision", "bf16 engine, bf16 trainer, both lm_heads fp32",
-     "bf16, fp32 lm_head", "bf16, fp32 lm_head", "mu"),
-    ("precision", "bf16 engine with fp32 lm_head, fp32 trainer",
-     "bf16, fp32 lm_head", "fp32", "mu"),
-    ("bug", "temperature 0.7 in sampler only", "temperature", "fp32", "mu"),
-    ("bug", "raw log-probs at temperature 0.7", "raw", "fp32", "mu"),
-    ("bug", "top-k 3 in sampler only", "top-k", "fp32", "mu"),
-    ("bug", "bf16 log-softmax", "bf16", "bf16 log-softmax", "mu"),
-    ("bug", "weights one step stale (d + lag)", "bf16", "one step ahead", "mu"),
-    ("bug", "tied lm_head lost in the sync", "lost lm_head", "one step ahead", "mu"),
-    ("control", f"back at {NATURAL}", "back", "fp32", "mu")]
+def kept_logprobs(model, rollout: Rollout) -> Tensor:
+    """The cure of top-k: log-softmax over only those tokens that the sampler kept. They must all be
+    in the recorded head (Keep Sampling Mask in DeepSeek-V3.2, arXiv 2512.02556)."""
+    logp, head_logp = logprobs(model, rollout, head=True)
+    cut_off = rollout.head_logp.isinf()  # (B, T, K): log mu = -inf
+    # log (pi(token) / sum of pi over the kept tokens)
+    return logp - head_logp.masked_fill(cut_off, -torch.inf).logsumexp(-1)
 
 
 # ---------------------------------------------------------------- the experiment
-def measure(path: str, fp32, tokenizer, seed: int, quick: bool) -> dict:
-    """{(samples, repeat): {column: log-probs of the response tokens (n,)}}."""
+NATURAL = "bf16 engine, fp32 trainer"      # each bug is put into this pair, and out again
+SIZES = {      # prompts, response tokens, seeds of the sampling, learning rate of the one step
+    "tiny": (256, 9, 4, 1.5e-3), "cpu": (2, 12, 2, 1e-6), "gpu": (64, 256, 4, 1e-6)}
+
+
+def sample_all(path: str, task: Task, fp32, tokenizer, seed: int, quick: bool) -> SimpleNamespace:
+    """What each engine samples, a Rollout per seed; one engine runs at a time. Two bugs need the
+    engine and a trainer that has moved: `stale` and `lost` are finished `pairs`."""
     n, max_tokens, repeats, lr = SIZES[scale(tokenizer)]
+    max_tokens = task.max_tokens if task.shots else max_tokens
     n, repeats = (max(2, n // 8), 2) if quick else (n, repeats)
-    digits, prompts = make_prompts(SUM, tokenizer, n, np.random.default_rng(seed))
-    rollouts, columns = {}, {}
-    bar = tqdm(desc="measuring", total=repeats * (len(ARMS) + 11))
+    numbers, prompts = make_prompts(task, tokenizer, n, np.random.default_rng(seed))
 
-    def keep(key, rollout: Rollout) -> None:
-        rollouts[key], columns[key] = rollout, {}
-        add(key, "mu", rollout.logp_sampler)
+    def sample(sampler, **changes) -> list[Rollout]:
+        return [sampler.sample(prompts, max_tokens, seed=[seed, k], **changes)
+                for k in tqdm(range(repeats), desc="sampling", leave=False)]
 
-    def add(key, column: str, logp: Tensor) -> None:
-        columns[key][column] = logp[rollouts[key].mask]
-        bar.update()
-
-    # 1. sample: one engine after the other
-    for settings, samples in ENGINES:
+    def engine(temperature: float = 1.0, **settings) -> list[Rollout]:
         sampler = Sampler(path, **settings)
-        for repeat in range(repeats):
-            request = {"prompts": prompts, "max_tokens": max_tokens, "seed": [seed, repeat]}
-            for name, changes in samples.items():
-                keep((name, repeat), sampler.sample(**request, **changes))
-            if "bf16" in samples:
-                rollout = rollouts["bf16", repeat]
-                R = rewards(SUM, digits, rollout, tokenizer)
-                ahead = one_step(copy.deepcopy(fp32), rollout, R, lr)
-                add(("bf16", repeat), "one step ahead", logprobs(ahead, rollout))
-                if fp32.config.tie_word_embeddings and DEVICE.type == "cpu":   # on CUDA one matrix
-                    sampler.load(dict(ahead.named_parameters()))    # lists a tied matrix only once
-                    lost = ("lost lm_head", repeat)
-                    keep(lost, sampler.sample(**request))
-                    add(lost, "one step ahead", logprobs(ahead, rollouts[lost]))
-                    sampler.sync(fp32)
-                keep(("back", repeat), sampler.sample(**request))
+        rollouts = sample(sampler, temperature=temperature)
         sampler.stop()
+        return rollouts
 
-    # 2. compute the log-probs: one trainer after the other
-    needed = {(samples, column) for _, _, samples, *pair in ARMS for column in pair}
-    needed |= {(samples, "exact") for kind, _, samples, *_ in ARMS if kind == "natural"}
-    for load, its_columns in TRAINERS:
-        trainer = load(path)
-        for key, rollout in rollouts.items():
-            rollout = replace(rollout, temperature=1.0) if key[0] == "temperature" else rollout
-            for column, compute in its_columns.items():
-                if (key[0], column) in needed:
-                    add(key, column, compute(trainer, rollout))
-    bar.close()
-    return columns
+    on = SimpleNamespace(stale=[], lost=[])
+    on.fp32, on.fp16 = engine(dtype="float32"), engine(dtype="float16")
+    on.lm_head32 = engine(lm_head_fp32=True)
+    on.raw = engine(0.7, logprobs_mode="raw_logprobs")       # recorded before the temperature
+
+    sampler = Sampler(path)                                  # bfloat16
+    on.bf16 = sample(sampler)
+    on.temperature = [replace(rollout, temperature=1.0)      # the trainer does not hear of .7
+                      for rollout in sample(sampler, temperature=0.7)]
+    # Top-k keeps 3 tokens, and any that tie with the third, as some do in bfloat16. So more than 3
+    # are recorded. Those that were cut off have log mu = -inf.
+    on.top_k = sample(sampler, top_k=3, head=16)
+    for k, rollout in enumerate(on.bf16):
+        R = rewards(task, numbers, rollout, tokenizer)
+        ahead = one_step(copy.deepcopy(fp32), rollout, R, lr)
+        on.stale += score([rollout], ahead)
+        # A tied lm_head (output layer) is the embedding's matrix. named_parameters() lists it only
+        # as the embedding. vLLM on a CPU holds a copy for the lm_head, which stays old.
+        if fp32.config.tie_word_embeddings and DEVICE.type == "cpu":
+            sampler.load(dict(ahead.named_parameters()))
+            on.lost += score([sampler.sample(prompts, max_tokens, seed=[seed, k])], ahead)
+    sampler.sync(fp32)
+    on.back = sample(sampler)
+    sampler.stop()
+    return on
 
 
-def summarize(columns: dict) -> dict:
-    """The numbers of the lesson."""
-    def repeats(samples) -> list[dict]:
-        return [c for (its_samples, _), c in columns.items() if its_samples == samples]
+def score(rollouts: list[Rollout], model, compute=logprobs, other=None) -> list[tuple]:
+    """[(log pi, log mu) of the response tokens (n,)], one pair per rollout. `other` is computed by
+    the trainer in place of log mu."""
+    return [(compute(model, r)[r.mask], (other(model, r) if other else r.logp_sampler)[r.mask])
+            for r in tqdm(rollouts, desc="log-probs", leave=False)]
 
-    def pooled(samples, *names) -> list[Tensor]:
-        """Each column over all repeats, (n,)."""
-        return [torch.cat([c[name] for c in repeats(samples)]) for name in names]
 
-    arms, errors = [], []
-    for kind, arm, samples, this, that in ARMS:
-        each = [gap(c[this], c[that])["mean |d|"] for c in repeats(samples)]
-        if not each:                              # no tied lm_head to lose
-            continue
-        logp, mu = pooled(samples, this, that)
-        d, p = logp - mu, mu.exp()
-        arms.append({"kind": kind, "arm": arm, "tokens": len(d), **gap(logp, mu),
-                     "± seeds": float(np.std(each, ddof=1)),
-                     "s.e. of mean d": (d.double().std() / len(d)**0.5).item(),
-                     "d where p > 1/2": d[p > 0.5].mean().item(),          # a bug's fingerprint
-                     "d where p < 1/2": d[p < 0.5].mean().item(),
-                     "share d > 0": (d > 0).double().mean().item()})
-        if kind == "natural":
-            exact, = pooled(samples, "exact")
-            errors.append({"pair": arm, **two_errors(mu.double() - exact, logp.double() - exact)})
-    shown = {NATURAL: ("bf16", "fp32"), "temperature 0.7 in sampler only": ("temperature", "fp32")}
-    points = {arm: [[round(v, 4) for v in x[:800].tolist()] for x in pooled(samples, column, "mu")]
-              for arm, (samples, column) in shown.items()}
-    return {"arms": arms, "two errors": errors, "points": points,
-            "by probability": by_probability(*pooled("bf16", "fp32", "mu"))}
+def pooled(pairs: list[tuple]) -> list[Tensor]:              # log pi and log mu of all seeds
+    return [torch.cat(logps) for logps in zip(*pairs)]
+
+
+def measure(path: str, fp32, on: SimpleNamespace) -> dict:
+    """The numbers of the lesson: each arm compares samples and a trainer."""
+    bf16, fp16 = load_model(path, torch.bfloat16), load_model(path, torch.float16)
+    lm_head32 = lm_head_in_float32(load_model(path, torch.bfloat16))
+    exact = load_model(path, torch.bfloat16).double()        # float64, on weights in bfloat16
+    arms = [
+        ("control", "fp32 trainer twice", score(on.bf16, fp32, other=logprobs)),
+        ("control", "fp32 engine, fp32 trainer", score(on.fp32, fp32)),
+        ("natural", "bf16 engine, bf16 trainer", score(on.bf16, bf16)),
+        ("natural", NATURAL, score(on.bf16, fp32)),
+        ("natural", "fp32 engine, bf16 trainer", score(on.fp32, bf16)),
+        ("batch shape", "fp32 trainer: batch, row alone", score(on.bf16, fp32, other=row_alone)),
+        ("batch shape", "bf16 trainer: batch, row alone", score(on.bf16, bf16, other=row_alone)),
+        ("precision", "fp16 engine, fp16 trainer", score(on.fp16, fp16)),
+        ("precision", "fp16 engine, fp32 trainer", score(on.fp16, fp32)),
+        ("precision", "bf16 engine, bf16 trainer, both lm_heads fp32",
+         score(on.lm_head32, lm_head32)),
+        ("precision", "bf16 engine with fp32 lm_head, fp32 trainer", score(on.lm_head32, fp32)),
+        ("bug", "temperature 0.7 in sampler only", score(on.temperature, fp32)),
+        ("bug", "raw log-probs at temperature 0.7", score(on.raw, fp32)),
+        ("bug", "top-k 3 in sampler only", score(on.top_k, fp32)),
+        ("cure", "top-k 3 in both: trainer renormalized over the kept tokens",
+         score(on.top_k, fp32, kept_logprobs)),
+        ("bug", "bf16 log-softmax", score(on.bf16, fp32, bf16_log_softmax)),
+        ("bug", "weights one step stale (d + lag)", on.stale),
+        ("bug", "tied lm_head lost in the sync", on.lost),   # on a GPU it cannot get lost: no row
+        ("control", f"back at {NATURAL}", score(on.back, fp32))]
+    by_arm = {arm: pooled(logps) for _, arm, logps in arms if logps}
+    errors = []
+    for arm, rollouts in (("bf16 engine, bf16 trainer", on.bf16), (NATURAL, on.bf16),
+                          ("fp32 engine, bf16 trainer", on.fp32)):
+        (logp, mu), (right, _) = by_arm[arm], pooled(score(rollouts, exact))
+        errors.append({"pair": arm, **two_errors(mu - right, logp - right)})
+    points = {arm: [[round(v, 4) for v in x[:800].tolist()] for x in by_arm[arm]]
+              for arm in (NATURAL, "temperature 0.7 in sampler only")}
+    return {"arms": [arm_row(*arm) for arm in arms if arm[2]], "two errors": errors,
+            "points": points, "by probability": by_probability(*by_arm[NATURAL])}
+
+
+def arm_row(kind: str, arm: str, pairs: list[tuple]) -> dict:
+    """The gap, its spread over the seeds, and a bug's fingerprint: where d has which sign."""
+    each = [gap(*pair)["mean |d|"] for pair in pairs]
+    logp, mu = pooled(pairs)
+    d, p = logp - mu, mu.exp()
+    return {"kind": kind, "arm": arm, "tokens": len(d), **gap(logp, mu),
+            "± seeds": float(np.std(each, ddof=1)),
+            "s.e. of mean d": (d.double().std() / len(d)**0.5).item(),
+            "d where p > 1/2": d[p > 0.5].mean().item(),
+            "d where p < 1/2": d[p < 0.5].mean().item(),
+            "share d > 0": (d > 0).double().mean().item()}
 
 
 def verdict(result: dict) -> str:
-    """The result read aloud. Rounding is blamed only where the float32 control is clean, and the
-    gap no larger than what bfloat16 is known to make."""
+    """The result read aloud."""
     arm = {row["arm"]: row for row in result["arms"]}
     control, natural = arm["fp32 engine, fp32 trainer"], arm[NATURAL]
     if control["max"] > 1e-3:
@@ -314,18 +303,22 @@ def verdict(result: dict) -> str:
     else:
         reason = "so the gap is rounding"
     return (f"At the same weights the engines differ by {natural['mean |d|']:.1e} nats per token "
-            f"in bfloat16 and by {control['mean |d|']:.1e} in float32, {reason}.")
+            f"with a bf16 engine and by {control['mean |d|']:.1e} in float32, {reason}.")
 
 
 def main(argv=None) -> dict:
     args, trainer, tokenizer = arguments(__file__, __doc__, argv)
-    result = summarize(measure(args.path, trainer, tokenizer, args.seed, args.quick))
-    table("d = log pi - log mu per sampled token, nats; predicted: E[exp d] = 1, k3 = rms^2 / 2",
+    on = sample_all(args.path, args.task, trainer, tokenizer, args.seed, args.quick)
+    result = measure(args.path, trainer, on)
+    table("d = log pi - log mu per sampled token, nats; predicted: E[exp d] = 1 and, for small d, "
+          "k3 = rms^2 / 2",
           result["arms"], "kind", "arm", "mean |d|", "± seeds", "rms", "max", "k3", "mean d",
           "s.e. of mean d", "E[exp d]")
     table("two errors against float64, predicted to be independent", result["two errors"])
-    table("|d| against the token's probability, predicted | measured", result["by probability"])
-    suspects = [row for row in result["arms"] if row["kind"] == "bug" or row["arm"] == NATURAL]
+    table("|d| against the token's probability: predicted by one eps for all | measured",
+          result["by probability"])
+    suspects = [row for row in result["arms"]
+                if row["kind"] in ("bug", "cure") or row["arm"] == NATURAL]
     table("fingerprints", suspects, "arm", "mean |d|", "d where p > 1/2", "d where p < 1/2",
           "share d > 0")
     print(f"\n{verdict(result)}")
@@ -333,10 +326,12 @@ def main(argv=None) -> dict:
 
 
 # ================================================================ the machine room
-# Below: the task, the tiny policy, vLLM, the printing. Every lesson uses it; no lesson is about it.
+# Every lesson uses what follows, and none is about it.
 MAX_MODEL_LEN = 2048                # tokens of prompt and response together
 LOGITS_AT_ONCE = 2**26              # float32 logits in a micro-batch: 256 MiB
-CANARY = {                          # what a sync may leave: nats, + times what rounding explains
+# A sync is checked by a canary: a text that engine and trainer both score. It may leave a gap of
+# so many nats, plus so many times what rounding to the engine's dtype explains.
+CANARY = {
     "median over a text": (1e-4, 4),
     "worst of a text": (1e-2, 5),
     "worst of the vocabulary": (2e-3, 10)}
@@ -350,19 +345,20 @@ ARCHITECTURE = dict(                # a Qwen3 of 100k parameters; vLLM on a CPU 
 
 
 def one_step(model, rollout: Rollout, R: Tensor, lr: float):
-    """`model` after one REINFORCE step of a new AdamW, which moves each parameter by about lr. If
-    all rewards are equal there is no gradient: then they are taken to be 0, 1, 0, 1 ..."""
+    """`model` after one REINFORCE step of a new AdamW, which moves each parameter by about lr.
+    Equal rewards have no gradient: they are taken to be 0, 1, 0, 1 ..."""
     R = R if R.min() < R.max() else torch.arange(len(R)) % 2.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    logp = logprobs(model, rollout, grad=True)
-    (-((R - R.mean()).to(DEVICE)[:, None] * logp).sum() / rollout.mask.sum()).backward()
+    advantage = (R - R.mean()).to(DEVICE)[:, None]
+    loss = -(advantage * logprobs(model, rollout, grad=True)).sum() / rollout.mask.sum()
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return model
 
 
 def lm_head_in_float32(model):
-    """`model`, whose output layer from now on computes in float32 (MiniMax-M1, 2506.13585)."""
+    """`model`, whose output layer now computes in float32 (MiniMax-M1, arXiv 2506.13585)."""
     def forward(layer, hidden):
         bias = None if layer.bias is None else layer.bias.float()
         with torch.autocast(hidden.device.type, enabled=False):
@@ -375,15 +371,19 @@ def lm_head_in_float32(model):
 # ---------------------------------------------------------------- the task
 @dataclass(frozen=True)
 class Task:
-    """A prompt is `length` random digits. A right response spells out `answer(digits)`."""
+    """A prompt holds `length` random numbers. A right response writes down `answer(numbers)`."""
     name: str
     length: int
     max_tokens: int          # of a right response, its end included
-    answer: Callable         # digits (n, L) -> right digits (n, L)
-    grade: Callable          # (given digits, right digits, ended) -> reward in [0, 1]
-    demonstrate: Callable    # (shown digits, digits, rng, step) -> ids (n, max_tokens), padded
-    steps: int = 350         # of the warm start, which imitates demonstrations
+    answer: Callable         # numbers (n, L) -> right numbers (n, L')
+    grade: Callable          # (given numbers, right numbers, ended) -> reward in [0, 1]
+    demonstrate: Callable | None = None   # for the tiny policy's warm start, which imitates:
+    #                          (shown digits, digits, rng, step) -> ids (n, max_tokens), padded
+    steps: int = 350         # of the warm start
     slip: float = 0.1        # share of the shown digits that are random
+    below: int = 10          # the numbers of the prompt are smaller
+    shots: str = ""          # a text to be continued: examples, and {} for each number
+    read: str = "[0-9]"      # what counts as a number in a response
 
 
 SUM = Task(                  # the running sum modulo 10; only its last digit is graded
@@ -393,37 +393,47 @@ SUM = Task(                  # the running sum modulo 10; only its last digit is
     demonstrate=lambda shown, *_: np.pad(shown, ((0, 0), (0, 1)), constant_values=END))
 
 
+# For released models: sums of two numbers of one, two or three digits, after three examples.
+SHOTS = {1: "3+4=7\n2+6=8\n9+5=14\n{}+{}=", 2: "31+45=76\n20+67=87\n94+58=152\n{}+{}=",
+         3: "312+456=768\n207+670=877\n945+587=1532\n{}+{}="}
+TASKS = {"sum": SUM, **{f"add{k}": Task(
+    f"add{k}", length=2, max_tokens=k + 3, below=10**k, shots=shots, read="[0-9]+",
+    answer=lambda numbers: numbers.sum(1, keepdims=True),
+    grade=lambda given, right, ended: float(given[:1] == right)) for k, shots in SHOTS.items()}}
+
+
 def make_prompts(task: Task, tokenizer, n: int, rng) -> tuple[np.ndarray, list[list[int]]]:
-    """n random prompts: their digits (n, L) and their token ids. The tiny policy reads "d1..dL=",
-    other models read the running sum in words, through their chat template if they have one."""
-    digits = rng.integers(0, 10, (n, task.length))
-    if is_tiny(tokenizer):
-        return digits, [[*map(int, row), EQUALS] for row in digits]
-    if task is not SUM:
-        raise ValueError(f"the task {task.name!r} exists for the tiny policy only")
+    """n random prompts: their numbers (n, L) and their token ids. The tiny policy reads "d1..dL=",
+    other models read examples, or the running sum in words. Raises ValueError for another task."""
+    numbers = rng.integers(0, task.below, (n, task.length))
+    if is_tiny(tokenizer) and task.demonstrate:
+        return numbers, [[*map(int, row), EQUALS] for row in numbers]
+    if is_tiny(tokenizer) or task not in TASKS.values():
+        raise ValueError(f"the task {task.name!r} is not made for this model")
     prompts = []
-    for row in digits:
+    for row in numbers:
         words = (f"Digits: {' '.join(map(str, row))}. Add them one after the other and write down "
                  f"each running sum modulo 10. The last digit that you write must be the sum of "
                  f"all {task.length} digits modulo 10.")
-        if tokenizer.chat_template:
-            prompts.append(tokenizer.apply_chat_template(
+        if tokenizer.chat_template and not task.shots:
+            ids = tokenizer.apply_chat_template(
                 [{"role": "user", "content": words}], add_generation_prompt=True,
-                enable_thinking=False, return_dict=False))
+                enable_thinking=False, return_dict=False)
         else:
-            ids = tokenizer(words + "\nRunning sums: ")["input_ids"]
-            ended = ids[-1] == tokenizer.eos_token_id          # some tokenizers end each text
-            prompts.append(ids[:-1] if ended else ids)
-    return digits, prompts
+            text = task.shots.format(*row) if task.shots else words + "\nRunning sums: "
+            ids = tokenizer(text)["input_ids"]
+            ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids     # some end each text
+        prompts.append(ids)
+    return numbers, prompts
 
 
-def rewards(task: Task, digits: np.ndarray, rollout: Rollout, tokenizer) -> Tensor:
-    """Rewards (B,) of a rollout; `digits` (B, L) has one row per response. Only digits are read, so
-    that the characters of the tiny policy and the words of a chat model are judged alike."""
-    texts = tokenizer.batch_decode([row[m].tolist() for row, m in zip(rollout.ids, rollout.mask)],
-                                   skip_special_tokens=True)
-    given = [[int(c) for c in re.findall("[0-9]", text)] for text in texts]
-    rows = zip(given, task.answer(digits).tolist(), rollout.ended.tolist())
+def rewards(task: Task, numbers: np.ndarray, rollout: Rollout, tokenizer) -> Tensor:
+    """Rewards (B,) of a rollout; `numbers` (B, L) has one row per response. Only numbers are read,
+    so that a chat model's words do not matter."""
+    tokens = [row[mask].tolist() for row, mask in zip(rollout.ids, rollout.mask)]
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    given = [[int(x) for x in re.findall(task.read, text)] for text in texts]
+    rows = zip(given, task.answer(numbers).tolist(), rollout.ended.tolist())
     return torch.tensor([task.grade(*row) for row in rows])
 
 
@@ -434,11 +444,18 @@ def is_tiny(tokenizer) -> bool:
 
 def scale(tokenizer) -> str:
     """Which of a lesson's SIZES suit this policy on this machine."""
-    return "tiny" if is_tiny(tokenizer) else "gpu" if DEVICE.type == "cuda" else "cpu"
+    if is_tiny(tokenizer):
+        return "tiny"
+    return "gpu" if DEVICE.type == "cuda" else "cpu"
+
+
+def engine_dtype(tokenizer) -> str:
+    """For training. A released model moves too little per step for a bf16 engine (lesson 3)."""
+    return "bfloat16" if is_tiny(tokenizer) else "float32"
 
 
 def make_tokenizer():
-    """One character, one token: a tokenizer that vLLM and transformers load like any other."""
+    """One character, one token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     words = models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="_")
     characters = Tokenizer(words)
@@ -449,7 +466,7 @@ def make_tokenizer():
 
 
 def warm_start(task: Task, architecture: dict):
-    """A tiny policy that imitates imperfect responses: right when greedy, it slips when sampled."""
+    """A tiny policy that imitates imperfect responses: it slips when sampled."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     config = transformers.AutoConfig.for_model(**architecture)
@@ -475,8 +492,7 @@ def warm_start(task: Task, architecture: dict):
 
 
 def policy(task: Task = SUM, architecture: dict = ARCHITECTURE) -> Path:
-    """A tiny policy's folder: taken from checkpoints/ if it is there and whole, else built in about
-    a minute and put there by one rename."""
+    """A tiny policy's folder in checkpoints/. It is built unless it is there and whole."""
     settings = [task.name, task.length, task.steps, task.slip, architecture]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
     folder = ROOT / "checkpoints" / f"{task.name}-{architecture['model_type']}-{key}"
@@ -495,12 +511,18 @@ def policy(task: Task = SUM, architecture: dict = ARCHITECTURE) -> Path:
     return folder
 
 
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
 def find_model(name: str | None, task: Task = SUM, architecture: dict = ARCHITECTURE) -> str:
     """`name`, if its configuration and tokenizer can be used. None is the tiny policy; on a GPU,
     Qwen3-0.6B in place of the dense one. Raises ValueError with one line otherwise."""
     if DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
         raise ValueError("bfloat16 in vLLM needs a GPU of compute capability 8.0 or newer")
     if name is None and (DEVICE.type == "cpu" or architecture is not ARCHITECTURE):
+        if not task.demonstrate:
+            raise ValueError(f"--task {task.name} is for a released model: give --model too")
         return str(policy(task, architecture))
     name = name or "Qwen/Qwen3-0.6B"
     if "/" in name and Path(name).parent.is_dir() and not Path(name).exists():
@@ -515,7 +537,7 @@ def find_model(name: str | None, task: Task = SUM, architecture: dict = ARCHITEC
         if not config.architectures:
             raise ValueError("its config.json names no architecture")
     except Exception as error:       # transformers and chat templates have many exceptions
-        raise ValueError(f"--model {name}: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"--model {name}: {first_line(error)}") from error
     return name
 
 
@@ -524,8 +546,7 @@ def load_model(path, dtype: torch.dtype = torch.float32):
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except Exception as error:       # a torn file has an exception of its own
-        raise ValueError(f"--model {path}: no weights that transformers can load "
-                         f"({str(error).strip().splitlines()[0]})") from error
+        raise ValueError(f"--model {path}: no weights to load ({first_line(error)})") from error
     return model.to(DEVICE).eval()
 
 
@@ -536,7 +557,7 @@ def vocabulary(model) -> int:
 # ---------------------------------------------------------------- the sampler: vLLM
 @dataclass
 class Rollout:
-    """What the engine sampled, as it sampled it: B responses, P prompt and T response positions."""
+    """What the engine sampled: B responses, P prompt and T response positions."""
     prompt_ids: Tensor          # (B, P) padded on the left
     prompt_mask: Tensor         # (B, P) bool
     ids: Tensor                 # (B, T) response tokens, padded on the right, the end included
@@ -554,7 +575,6 @@ class Rollout:
         return len(self.ids)
 
     def __getitem__(self, rows: slice) -> Rollout:
-        """Some of the responses, in the same padding."""
         return replace(self, **{k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)})
 
 
@@ -566,32 +586,36 @@ def micro_batches(rollout: Rollout, vocabulary: int) -> list[slice]:
 
 def pack(prompts: list[list[int]], completions: list, temperature: float, neutral: bool,
          version: int) -> Rollout:
-    """vLLM's completions as padded tensors. Its flat log-probs run over the positions, K + 1
-    entries each: [sampled, top 1, ..., top K, ...]. Slot 0 is never part of the head, although the
-    sampled token may stand there again. Token ids are used as they came, never tokenized again.
-    Raises ValueError unless every completion has exactly one log-prob per token."""
-    if not all(c.token_ids and c.logprobs for c in completions):
-        raise ValueError("the engine returned an empty response, or one without log-probs")
-    B, P, T = len(prompts), max(map(len, prompts)), max(len(c.token_ids) for c in completions)
-    K = len(completions[0].logprobs.logprobs) // len(completions[0].logprobs) - 1
-    prompt_ids, prompt_mask = np.zeros((B, P), np.int64), np.zeros((B, P), bool)
-    ids, logps = np.zeros((B, T, K + 1), np.int64), np.zeros((B, T, K + 1), np.float32)
-    mask, ended = np.zeros((B, T), bool), np.array([c.finish_reason == "stop" for c in completions])
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        n, flat = len(completion.token_ids), completion.logprobs
-        if len(flat) != n or list(flat.token_ids[::K + 1]) != list(completion.token_ids):
-            raise ValueError(f"response {i}: {n} tokens, but not with {len(flat)} log-probs")
-        prompt_ids[i, P - len(prompt):], prompt_mask[i, P - len(prompt):] = prompt, True
-        ids[i, :n], mask[i, :n] = np.reshape(flat.token_ids, (n, K + 1)), True
-        logps[i, :n] = np.reshape(flat.logprobs, (n, K + 1))
-    arrays = (prompt_ids, prompt_mask, ids[..., 0], mask, logps[..., 0],
-              ids[..., 1:], logps[..., 1:], ended)
-    return Rollout(*(torch.from_numpy(x).to(DEVICE) for x in arrays), temperature, neutral, version)
+    """vLLM's completions as padded tensors. Raises ValueError unless every token has exactly one
+    log-prob."""
+    ids, logps = [], []
+    for i, completion in enumerate(completions):
+        flat = completion.logprobs
+        if not completion.token_ids or not flat:
+            raise ValueError(f"response {i}: empty, or without log-probs")
+        # per token K + 1 entries: the sampled one, and then the head, which may repeat it
+        ids.append(torch.tensor(flat.token_ids).view(len(flat), -1))  # (n, K + 1)
+        logps.append(torch.tensor(flat.logprobs).view(len(flat), -1))
+        if ids[-1][:, 0].tolist() != list(completion.token_ids):
+            raise ValueError(f"response {i}: its log-probs belong to other tokens")
+
+    def pad(rows: list[Tensor], side: str = "right") -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_side=side).to(DEVICE)
+
+    def ones(rows: list) -> list[Tensor]:
+        return [torch.ones(len(row), dtype=torch.bool) for row in rows]
+
+    prompt_ids = pad([torch.tensor(prompt) for prompt in prompts], "left")
+    prompt_mask, mask = pad(ones(prompts), "left"), pad(ones(ids))
+    ids, logps = pad(ids), pad(logps)  # (B, T, K + 1)
+    ended = torch.tensor([c.finish_reason == "stop" for c in completions], device=DEVICE)
+    return Rollout(prompt_ids, prompt_mask, ids[..., 0], mask, logps[..., 0],
+                   ids[..., 1:], logps[..., 1:], ended, temperature, neutral, version)
 
 
 def is_neutral(params) -> bool:
-    """Do these sampling parameters leave the model's own distribution as it is? Each one that
-    masks or reweighs tokens makes the engine sample from, and record, another distribution."""
+    """Do these sampling parameters leave the model's own distribution as it is? All others make the
+    engine sample from, and record, another one."""
     return (params.temperature == 1 and params.top_p == 1 and params.top_k in (-1, 0)
             and params.min_p == 0 and params.min_tokens == 0 and params.repetition_penalty == 1
             and params.presence_penalty == params.frequency_penalty == 0
@@ -611,7 +635,7 @@ def token_embeddings(engine_model) -> Tensor | None:
 
 
 class Sampler:
-    """vLLM around one policy: start it, sample from it, give it new weights, stop it."""
+    """vLLM around one policy."""
     settings: dict = {}         # more arguments of LLM; lesson 5 has some
     pack = staticmethod(pack)
 
@@ -626,9 +650,9 @@ class Sampler:
         from vllm import LLM, ModelRegistry
         config = transformers.AutoConfig.from_pretrained(path)
         name = config.architectures[0]
-        if name in ModelRegistry.models:        # as a class: for a name alone vLLM would start
-            known = ModelRegistry.models[name].load_model_cls()    # another process to look at it,
-            ModelRegistry.register_model(name, known)              # and that imports torchvision
+        if name in ModelRegistry.models:
+            # as a class: for a name vLLM would start another process, which imports torchvision
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         context = getattr(config.get_text_config(), "max_position_embeddings", MAX_MODEL_LEN)
         self.max_model_len = min(MAX_MODEL_LEN, context)
         self.dtype, self.version, self.text = getattr(torch, dtype), 0, None
@@ -649,101 +673,107 @@ class Sampler:
                head: int = 0, temperature: float = 1.0, top_k: int = -1,
                rows: slice = slice(None)) -> Rollout:
         """`group_size` responses to each prompt, neighbors in the batch; of these only `rows`.
-        `seed` (an int or a list) gives each response of the whole batch a seed of its own. head:
-        how many of the most likely tokens are recorded per position, -1 for all. Any temperature
-        or top_k but the default samples from another distribution. Raises ValueError for a
-        temperature that vLLM would replace."""
+        Each has a seed of its own, made from `seed` (an int or a list). head: how many of the most
+        likely tokens are recorded per position, -1 for all. Raises ValueError for a temperature
+        that vLLM would replace."""
         from vllm import SamplingParams
         if temperature < 0 or 0 < temperature < 0.01:
             raise ValueError(f"temperature {temperature}: vLLM would silently take another one")
         prompts = [p for p in prompts for _ in range(group_size)]
         seeds = np.random.default_rng(seed).integers(0, 2**31, len(prompts))[rows]
-        prompts = prompts[rows]
-        params = [SamplingParams(temperature=temperature, top_p=1.0, top_k=top_k, min_p=0.0,
-                                 min_tokens=0, max_tokens=max_tokens, seed=int(s), logprobs=head,
-                                 flat_logprobs=True, detokenize=False) for s in seeds]
-        requests = [{"prompt_token_ids": p} for p in prompts]
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
-        completions = [output.outputs[0] for output in outputs]
-        return self.pack(prompts, completions, temperature, is_neutral(params[0]), self.version)
+        params = [SamplingParams(temperature=temperature, top_k=top_k, max_tokens=max_tokens,
+                                 seed=int(s), logprobs=head, flat_logprobs=True, detokenize=False)
+                  for s in seeds]
+        completions = [output.outputs[0] for output in self.generate(prompts[rows], params)]
+        return self.pack(prompts[rows], completions, temperature, is_neutral(params[0]),
+                         self.version)
+
+    def generate(self, prompts: list[list[int]], params) -> list:
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return self.llm.generate(requests, params, use_tqdm=False)
 
     def sync(self, model, state: dict | None = None) -> float:
-        """Loads the trainer's weights (or `state`, made from them) and checks by a canary that they
-        arrived. Returns the canary's gap; raises SyncError if rounding does not explain it. Sends
-        state_dict(), not named_parameters(), which lists a tied matrix only once, as the embedding:
-        vLLM on a CPU has an lm_head of its own and would silently keep the old one."""
+        """Loads the trainer's weights (or `state`, made from them) and checks that they arrived.
+        Returns the canary's median gap. Raises SyncError where rounding does not explain a gap."""
+        # named_parameters() would leave a tied lm_head old, see sample_all
         state = model.state_dict() if state is None else state
         self.load(state)
         embedding = model.get_input_embeddings().weight
         sent = next(state.get(name) for name, p in model.named_parameters() if p is embedding)
-        held = self.llm.apply_model(token_embeddings)[0]
+        held = self.llm.apply_model(token_embeddings)[0]       # may be padded to more rows
         if sent is None or held is None or not torch.equal(held[:len(sent)], sent.to(self.dtype)):
             raise SyncError("the weights did not arrive: the engine looks tokens up in other rows")
         gaps = self.canary(model, state)
         for what, (left, rounding) in gaps.items():
-            if not left <= CANARY[what][0] + CANARY[what][1] * rounding:
+            nats, times = CANARY[what]
+            if not left <= nats + times * rounding:             # NaN is no good
                 raise SyncError(f"the weights did not arrive: engine and trainer differ by "
                                 f"{left:.2g} nats ({what}), {self.dtype} explains {rounding:.2g}")
         return gaps["median over a text"][0]
 
     def load(self, state: dict) -> None:
-        """Puts `state` into the engine, unchecked, and forgets what the old weights computed."""
+        """Puts `state` into the engine, unchecked, and empties the prefix cache: what vLLM keeps of
+        prompts that begin alike, computed with the old weights."""
         if self.llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("a response must not span two versions of the weights")
-        update = {"weights_iterator": list(state.items())}
         try:
+            update = {"weights_iterator": list(state.items())}
             self.llm.collective_rpc("reload_weights", kwargs=update)
         except (ValueError, KeyError) as error:
-            raise SyncError("vLLM does not know a weight by the name that transformers gives it "
-                            f"({str(error).splitlines()[0]})") from error
+            raise SyncError("vLLM does not know a weight by the name that transformers gives it: "
+                            + first_line(error)) from error
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: old weights would answer new prompts")
         self.version += 1
 
     def canary(self, model, state: dict) -> dict[str, tuple[float, float]]:
         """How far engine and trainer are apart after a sync: {what: (nats, of which rounding)}.
-        Rounding is the trainer's own change when it computes in the engine's dtype. The trainer
-        takes `state` as the engine casts it. The text is longer than a block of the prefix cache.
-        The engine has sampled it itself, since rounding makes much of unlikely tokens; in float32
-        it is random and reaches more tokens and experts. At five places of it, read through the
-        cache, the whole vocabulary is compared. The median place counts: routers may flip."""
+        Both read one text. Compared are the log-probs of its tokens and, at five places of it, of
+        the whole vocabulary. Rounding is what computing in the engine's dtype changes for the
+        trainer."""
         from vllm import SamplingParams
 
         def ask(texts: list[list[int]], **settings) -> list:
-            params = SamplingParams(seed=0, flat_logprobs=True, detokenize=False, **settings)
-            return self.llm.generate([{"prompt_token_ids": text} for text in texts], params,
-                                     use_tqdm=False)
+            return self.generate(texts, SamplingParams(
+                seed=0, flat_logprobs=True, detokenize=False, **settings))
 
-        if self.text is None:
-            length = min(192, self.max_model_len - 2)      # a block is 128 tokens on a CPU
-            sampled = ask([[0]], max_tokens=length, ignore_eos=True)[0].outputs[0].token_ids
-            random = np.random.default_rng(0).integers(0, vocabulary(model), length).tolist()
-            self.text = random if self.dtype == torch.float32 else [0, *sampled]
-        along = ask([self.text], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs.logprobs
+        if self.text is None:       # longer than what vLLM caches at once: 128 tokens on a CPU
+            length = min(192, self.max_model_len - 2)
+            if self.dtype == torch.float32:      # random: reaches more tokens and experts
+                rng = np.random.default_rng(0)
+                self.text = rng.integers(0, vocabulary(model), length).tolist()
+            else:                                # sampled: rounding makes much of unlikely tokens
+                output, = ask([[0]], max_tokens=length, ignore_eos=True)
+                self.text = [0, *output.outputs[0].token_ids]
+        along = ask([self.text], max_tokens=1, prompt_logprobs=0)[0].prompt_logprobs
+        ids = torch.tensor(self.text, device=DEVICE)
+        # what is compared: at which logits, which tokens, the engine's log-probs
+        compared = [(slice(0, -1), ids[1:, None], along.logprobs)]
         ends = [len(self.text) - 8 * k for k in range(5)]
-        heads = [output.outputs[0].logprobs for output in
-                 ask([self.text[:end] for end in ends], max_tokens=1, logprobs=-1)]
-        engine = [along, *(head.logprobs[1:] for head in heads)]
-        ids, *orders = (torch.tensor(x, device=DEVICE)
-                        for x in (self.text, *(head.token_ids[1:] for head in heads)))
+        texts = [self.text[:end] for end in ends]     # their beginning comes from the prefix cache
+        for end, output in zip(ends, ask(texts, max_tokens=1, logprobs=-1)):
+            flat = output.outputs[0].logprobs
+            order = torch.tensor([flat.token_ids[1:]], device=DEVICE)
+            compared.append((slice(end - 1, end), order, flat.logprobs[1:]))
 
-        def trainer(dtype) -> list[Tensor]:
+        def trainer(dtype) -> list[np.ndarray]:
             weights = {name: x.to(self.dtype).to(dtype) for name, x in state.items()}
             logits = torch.func.functional_call(
                 model, weights, kwargs={"input_ids": ids[None]}, tie_weights=False).logits[0]
-            return [token_logp(logits[:-1], ids[1:, None], 1.0)[:, 0],
-                    *(token_logp(logits[end - 1], order, 1.0) for end, order in zip(ends, orders))]
+            return [token_logp(logits[at], tokens, 1.0).flatten().cpu().numpy()
+                    for at, tokens, _ in compared]
 
         with torch.no_grad():
             exact, rounded = trainer(torch.float32), trainer(self.dtype)
-        worst = 1.0 if self.dtype == torch.float32 else 0.9     # a quantile
-        sizes = []
-        for other in (engine, rounded):
-            text, *places = [(x.cpu() - torch.as_tensor(y).cpu()).abs().numpy()
-                             for x, y in zip(exact, other)]
-            sizes.append((np.median(text).item(), np.quantile(text, worst).item(),
-                          np.median([np.quantile(place, worst) for place in places]).item()))
-        return dict(zip(CANARY, zip(*sizes)))
+        engine = [np.float32(logps) for *_, logps in compared]
+        worst = 1.0 if self.dtype == torch.float32 else 0.9          # a quantile
+
+        def apart(others: list) -> list[float]:
+            text, *places = [abs(x - y) for x, y in zip(exact, others)]
+            # of the places the median, since routers may flip
+            place = np.median([np.quantile(place, worst) for place in places])
+            return [float(x) for x in (np.median(text), np.quantile(text, worst), place)]
+        return dict(zip(CANARY, zip(apart(engine), apart(rounded))))
 
     def stop(self) -> None:
         """Ends the engine and frees its memory. Never while another one lives in this process: they
@@ -761,20 +791,24 @@ def table(title: str, rows: list[dict], *columns: str) -> None:
     def show(x) -> str:
         if isinstance(x, list):
             return " ".join(map(show, x))
-        return "-" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x)
+        if isinstance(x, float):
+            return f"{x:.3g}"
+        return "-" if x is None else str(x)
 
-    columns = columns or tuple(rows[0])
-    cells = [columns, *([show(row.get(c)) for c in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
     print(f"\n{title}")
-    sides = [str.ljust if isinstance(rows[0].get(c), str) else str.rjust for c in columns]
-    for line in cells:
-        print("  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths)))
+    printed = []
+    for column in columns or rows[0]:
+        cells = [column, *(show(row.get(column)) for row in rows)]
+        side = str.ljust if isinstance(rows[0].get(column), str) else str.rjust
+        width = max(map(len, cells))
+        printed.append([side(cell, width) for cell in cells])
+    for line in zip(*printed):
+        print("  ".join(line))
 
 
 def save(result: dict, path: Path) -> dict:
     """Writes the numbers, whole or not at all, and draws their picture beside them. Returns what
-    was written: NaN, which JSON does not know, is None."""
+    was written: None for NaN, which JSON does not know."""
     result = json.loads(json.dumps(result), parse_constant=lambda name: None)
     path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
     os.replace(path.with_suffix(".tmp"), path)
@@ -790,23 +824,29 @@ def seed(text: str) -> int:
     return int(text)
 
 
-def arguments(file: str, doc: str, argv, task: Task = SUM, architecture: dict = ARCHITECTURE):
-    """A lesson's flags, its trainer and its tokenizer. Exits with code 2 and one line if any of
-    them is bad. A lesson without flags writes to figures/; with flags, or as a copy, to runs/."""
+def arguments(file: str, doc: str, argv, architecture: dict = ARCHITECTURE):
+    """A lesson's flags, trainer and tokenizer. Exits with code 2 and one line if one is bad.
+    A lesson without flags writes to figures/; with flags, or as a copy, to runs/."""
     name = Path(file).stem.removeprefix("bug_")
     parser = argparse.ArgumentParser(prog=Path(file).name, description=doc.split("\n")[0])
     parser.add_argument("--model", help="a directory or a hub name (on a CPU a tiny policy)")
+    parser.set_defaults(task="sum")
+    if architecture is ARCHITECTURE:        # lesson 5 compares two policies on one task
+        parser.add_argument("--task", choices=TASKS, help="a released model can also add two "
+                            "numbers of one, two or three digits, after three examples")
     parser.add_argument("--seed", type=seed, default=0, help="of the prompts and of the sampling")
     parser.add_argument("--quick", action="store_true", help="the same experiment, smaller")
     parser.add_argument("--out", type=Path, help="folder of the JSON and the picture")
     args = parser.parse_args(argv)
     plain = args == parser.parse_args([]) and Path(file).resolve().parent == ROOT
-    args.json = (args.out or ROOT / ("figures" if plain else f"runs/{name}")) / f"{name}.json"
+    folder = args.out or ROOT / ("figures" if plain else f"runs/{name}")
+    args.json = folder / f"{name}.json"
     try:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         args.json.with_suffix(".tmp").write_text("")          # can it be written?
         args.json.with_suffix(".tmp").unlink()
-        args.path = find_model(args.model, task, architecture)
+        args.task = TASKS[args.task]
+        args.path = find_model(args.model, args.task, architecture)
         trainer = load_model(args.path)
     except (OSError, ValueError) as error:
         parser.error(str(error))

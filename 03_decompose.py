@@ -5,23 +5,27 @@ Evaluate the trainer at theta_s, the weights of the SAMPLER. Then each token's e
     log pi_theta - log mu  =  (log pi_theta_s - log mu)  +  (log pi_theta - log pi_theta_s)
                            =    discrepancy d: numerics  +       lag l: stale weights
 
-The paper of this project builds its correction on the difference between them ("On the Origin and
-Evolution of Training-Inference Mismatch in LLM Reinforcement Learning", Li, Zhou, Lan 2026; we read
-only its abstract). This lesson follows both through training with a stale sampler. It also measures
-the bias that they leave in the gradient:
+Only at theta_s do both engines hold the same weights, so only there is the gap numerics alone. This
+split is the base of the paper that this project follows ("On the Origin and Evolution of Training-
+Inference Mismatch in LLM Reinforcement Learning", Li, Zhou, Lan 2026; we read only its abstract).
+The lesson trains with a stale sampler and follows both parts. It also measures the part of the
+gradient's bias that is the same whichever token is sampled:
 
-    drift   D = E_mu[A sum_v q_v s_v],   q = mu(. | prefix),   s_v = grad log pi(v | prefix)
+    drift   D = E_mu[A b],   b = sum_v q_v s_v,   q = mu(. | prefix), s_v = grad log pi(v | prefix)
 
-sum_v q_v s_v = -grad KL(q || pi), which is 0 if q = pi (score centering, arXiv 2609.20807). After
-prefixes whose mean advantage is positive the drift pulls the policy towards q, else away from it.
+If q = pi, b is 0: scores have mean 0 under their own policy. If not, b is the direction from pi
+towards q (score centering, arXiv 2609.20807). Where the mean advantage is positive, the drift pulls
+the policy towards the engine's distribution.
 
-  python 03_decompose.py                           a CPU: 2 to 4 minutes, with two tiny policies
+At last it shows an error that no sync cures: an engine of 16 bits does not see small updates.
+
+  python 03_decompose.py                           a CPU: 3 to 5 minutes, with two tiny policies
   python 03_decompose.py --model Qwen/Qwen3-0.6B   a CUDA GPU: the stale run only; not run yet
-  python figures/study.py 03                       the feedback loop, five paired seeds: 5 minutes
+  python figures/study.py 03                       does the lag feed on itself? eight seeds: 25 min
 
 Expect a lag of exactly 0 at each sync, and of tens of times the discrepancy one step later. Expect
-the engine's drift to keep its direction, and the lag's to lose it. Expect hardly any drift at the
-natural discrepancy, or with group-mean advantages.
+the drift of a fixed error of the engine, here made large, to keep its direction, and the lag's to
+lose it. Expect hardly any drift at the natural discrepancy, or with group-mean advantages.
 Exercises: tests/EXERCISES.md.
 """
 import copy
@@ -65,7 +69,8 @@ def policy_gradient(model, rollout, A: Tensor) -> Tensor:
 
 
 def drift(model, rollout, A: Tensor) -> Tensor:
-    """D = E[A sum_v q_v s_v], likewise. q is the recorded head, which must be the vocabulary."""
+    """D = E[A sum_v q_v s_v], likewise. q is the recorded head: the engine's K most likely tokens,
+    here all of them."""
     _, head_logp = lesson1.logprobs(model, rollout, head=True, grad=True)        # (B, T, V)
     # sum_v q_v s_v = grad of sum_v sg(q_v) log pi_v; where top-k cut mu, q_v = exp(-inf) = 0
     expected = lesson2.inside(rollout.mask, (rollout.head_logp.exp() * head_logp).sum(-1))
@@ -73,8 +78,8 @@ def drift(model, rollout, A: Tensor) -> Tensor:
 
 
 def in_halves(f, model, rollout, A: Tensor) -> tuple[Tensor, Tensor]:
-    """f on each half of the prompts: two independent estimates of one mean. The norm of either is
-    mostly noise. A product of the two is not, as no noise meets itself."""
+    """f on each half of the prompts: two estimates of one mean. The norm of either is mostly noise.
+    Their noises are independent, so the expectation of their product is that of the means."""
     half = len(rollout) // 2
     return f(model, rollout[:half], A[:half]), f(model, rollout[half:], A[half:])
 
@@ -95,7 +100,8 @@ def root(x: float) -> float:
 
 
 def cosine(pairs: list) -> float:
-    """Cosine of two means, averaged over pairs of them before it is a ratio. It can exceed 1."""
+    """Cosine of two means. Products and squared norms are averaged over all pairs, and only then
+    divided. It can exceed 1."""
     product = np.mean([cross(a, b) for a, b in pairs])
     first, second = (np.mean([norm2(pair[i]) for pair in pairs]) for i in (0, 1))
     return float(product / (root(first) * root(second)))
@@ -133,7 +139,8 @@ def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period:
     """A loop like train.py's: yields each step's Batch, then updates the trainer on loss(batch).
     A sync comes when the sampler's weights are `period` steps old, or when the loss is None: such a
     batch is dropped and sampled once more. perturb(state) changes what the engine is sent.
-    logprobs(model, rollout, old, grad) evaluates the trainer, then `old`, the trainer at theta_s.
+    logprobs(model, rollout, old, grad) is called with the trainer as the model, then with `old`,
+    its copy at theta_s, which lesson 5 needs in both calls.
     ValueError: a rollout is not from mu at theta_s. RuntimeError: a token has no finite log mu."""
     old, synced = copy.deepcopy(trainer), 0            # theta_s, and the step at which it was theta
     V, lr = lesson1.vocabulary(trainer), optimizer.param_groups[0]["lr"]
@@ -157,11 +164,12 @@ def grpo(trainer, sampler, task, tokenizer, optimizer, loss, steps: int, period:
                 raise RuntimeError(f"step {step}: {missing} sampled tokens have no finite log mu")
             R = lesson1.rewards(task, digits.repeat(group_size, 0), rollout, tokenizer)
 
-            # 3. log-probs: log pi - log mu = d + l. In one batch shape: rounding must not be lag
+            # 3. log-probs: log pi - log mu = d + l. Both in one batch shape: other shapes round
+            #    elsewhere, and that would count as lag
             logp, head_logp = logprobs(trainer, rollout, old, grad=True)
             logp_old, head_logp_old = logprobs(old, rollout, old, grad=False)
 
-            # 4. judge and 5. weigh: L = -sum A (w log pi - c) / N, or None
+            # 4. judge and 5. weigh: L = -sum A (w log pi - c) / N, or None; c: lesson 4's center
             A = lesson2.advantages(R, group_size, advantage).to(lesson1.DEVICE)
             batch = Batch(step, step - synced, rollout, R, A, logp, logp_old,
                           head_logp, head_logp_old, V, dropped)
@@ -231,14 +239,6 @@ def slope(values) -> tuple[float, float]:
     return float(a), float(covariance[0, 0]**0.5)
 
 
-def misfit(rows: list[dict], power: float) -> float:
-    """Misfit of rms l = a age^power between two syncs, over the mean lag. NaN without a lag."""
-    x, y = (np.array([row[key] for row in rows], float) for key in ("age", "rms l"))
-    x = x**power
-    a = x @ y / (x @ x)                                                          # least squares
-    return float(np.mean((y - a * x)**2)**0.5 / (y[1:].mean() or np.nan))
-
-
 def laws(rows: list[dict]) -> list[dict]:
     """Predicted | measured over the stale run."""
     next_step = [row["rms l"] / (row["rms d"] or np.nan) for row in rows if row["age"] == 1]
@@ -250,9 +250,6 @@ def laws(rows: list[dict]) -> list[dict]:
         values = [row[key] for row in rows]
         a, error = (100 * len(rows) / np.mean(values) * x for x in slope(values))
         result.append((f"{key}: change over the run, % of its mean", 0, float(a), float(error)))
-    for name, power in (("t", 1), ("sqrt(t)", 0.5)):
-        misfits = [misfit(rows[k:k + PERIOD], power) for k in range(0, len(rows), PERIOD)]
-        result.append((f"rms l grows like {name} between syncs: misfits", "-", misfits))
     return [dict(zip(("law", "predicted", "measured", "±"), row)) for row in result]
 
 
@@ -300,7 +297,7 @@ FREE = lesson1.Task(     # only the digits are graded: a drift can move the lett
 def gradient_bias(trainer, engine, clean, tokenizer, seed: int, quick: bool) -> list[dict]:
     """At the free-tokens policy's own weights: drift D and gradient G of mu's samples against the
     gradient S of a clean engine's samples. Other samples of that engine show the noise."""
-    n, group_size = 32 if quick else 128, 8
+    n, group_size = 16 if quick else 128, 8
     digits, prompts = lesson1.make_prompts(FREE, tokenizer, n, np.random.default_rng(seed))
     arms = [("on-policy", clean, 0, None, -1), ("clean fp32, other samples", clean, 1, None, -1),
             ("natural bf16", engine, 2, None, -1)]
@@ -326,25 +323,102 @@ def gradient_bias(trainer, engine, clean, tokenizer, seed: int, quick: bool) -> 
     return rows[2:]
 
 
-def drift_directions(trainer, engine, tokenizer, seed: int, steps: int, period: int, perturb):
-    """Trains on the free tokens: {steps apart: cosine of the drift with itself}, over all pairs of
-    steps. A step at a sync has no lag, and is left out unless every step is one."""
-    trainer, drifts = copy.deepcopy(trainer), {}
-    run = grpo(trainer, engine, FREE, tokenizer, torch.optim.SGD(trainer.parameters(), lr=0.04),
-               weighted(lesson2.CORRECTIONS["none"]), steps, period, seed, prompts=48,
-               advantage="raw", head=-1, perturb=perturb, decay=False)
-    for batch in tqdm(run, total=steps, desc="drift in training"):
-        if batch.age or period == 1:
-            drifts[batch.step] = in_halves(drift, trainer, batch.rollout, batch.advantage)
-    pairs = {apart: [(drifts[k], drifts[k + apart]) for k in drifts if k + apart in drifts]
-             for apart in (1, 2, 4, 8, 16)}
-    return {str(apart): cosine(these) for apart, these in pairs.items() if these}
+DIRECTIONS = {      # what makes the drift -> steps between syncs, parameter noise (size, fresh?)
+    "discrepancy: one parameter noise of 10%": (1, (0.1, False)),
+    "control: a new one at each step": (1, (0.1, True)),
+    "lag: synced every 8 steps": (8, None)}
+
+
+def drift_directions(trainer, engine, tokenizer, seed: int, steps: int = 24,
+                     prompts: int = 48) -> list[dict]:
+    """Trains on the free tokens. A row per source of drift: {steps apart: cosine of the drift with
+    itself}, over all pairs of steps; and its size in the second half over that in the first. A step
+    at a sync has no lag, and is left out unless every step is one."""
+    rows = []
+    for name, (period, noise) in DIRECTIONS.items():
+        model, drifts = copy.deepcopy(trainer), {}
+        run = grpo(model, engine, FREE, tokenizer, torch.optim.SGD(model.parameters(), lr=0.04),
+                   weighted(lesson2.CORRECTIONS["none"]), steps, period, seed,
+                   prompts=prompts, advantage="raw", head=-1, decay=False,
+                   perturb=parameter_noise(noise[0], seed, noise[1]) if noise else None)
+        for batch in tqdm(run, total=steps, desc="drift in training"):
+            if batch.age or period == 1:
+                drifts[batch.step] = in_halves(drift, model, batch.rollout, batch.advantage)
+        row = {"drift made by": name}
+        for apart in (1, 2, 4, 8, 16):
+            pairs = [(drifts[k], drifts[k + apart]) for k in drifts if k + apart in drifts]
+            row |= {str(apart): cosine(pairs)} if pairs else {}
+        early, late = (np.mean([norm2(drifts[k]) for k in drifts if (k >= steps / 2) == half])
+                       for half in (False, True))
+        rows.append({**row, "size, late / early": root(late) / root(early)})
+    return rows
+
+
+# ---------------------------------------------------------------- the sync that loses updates
+# An engine of 16 bits rounds the weights that it is sent. Let pi_held be the trainer at the rounded
+# weights. Then the discrepancy has two parts, and a sync cures neither:
+#
+#     log pi_theta_s - log mu  =  (log pi_held - log mu)  +  (log pi_theta_s - log pi_held)
+#                              =       arithmetic         +              cast
+#
+# A released model's weights are bf16 numbers: at first nothing is lost. But bf16 numbers near w are
+# |w| / 256 to |w| / 128 apart. A change of w that is smaller than half of that is rounded away. At
+# small learning rates most updates stay below it for many steps: the sampler sees only a part of
+# what the trainer learns.
+CONTRACTS = {   # trainer | engine -> the trainer's autocast, the engine's dtype
+    "fp32 | bf16": (torch.float32, torch.bfloat16), "bf16 | bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16 | fp16": (torch.float16, torch.float16), "fp32 | fp32": (torch.float32, torch.float32)}
+
+
+def cast(state: dict, dtype: torch.dtype) -> dict:
+    """The weights as an engine of this dtype holds them, but in float32."""
+    return {name: value.to(dtype).float() for name, value in state.items()}
+
+
+def visible(weights: Tensor, start: Tensor, dtype: torch.dtype) -> dict:
+    """Share of the weights (n,) whose change since `start` an engine of this dtype sees. Predicted:
+    those that moved by more than half the spacing of its numbers."""
+    # from 2^(k - 1) to 2^k numbers are 2^(k - 1) eps apart
+    half = 2.0 ** (start.frexp().exponent - 1) * torch.finfo(dtype).eps / 2
+    seen = (weights - start).abs() > half
+    return {"weights seen to change, predicted": seen.double().mean().item(),
+            "measured": (weights.to(dtype) != start.to(dtype)).double().mean().item()}
+
+
+def lost_updates(trainer, samplers: dict, tokenizer, seed: int, steps: int) -> list[dict]:
+    """Trains from bf16 weights at a small rate, synced before every step, under each contract. In
+    nats: mean |arithmetic|, mean |cast|, and how far the policy has moved since the start, mean
+    |log pi_theta - log pi_start|. samplers: {dtype: Sampler}."""
+    start, rows = copy.deepcopy(trainer), []
+    start.load_state_dict(cast(trainer.state_dict(), torch.bfloat16))
+    for name, (forward, dtype) in CONTRACTS.items():
+        model, held = copy.deepcopy(start), copy.deepcopy(start)
+        autocast = torch.autocast(lesson1.DEVICE.type, forward, enabled=forward != torch.float32)
+        logprobs = autocast(lesson1.logprobs)
+        run = grpo(model, samplers[dtype], lesson1.SUM, tokenizer,
+                   torch.optim.AdamW(model.parameters(), lr=3e-5, weight_decay=0.0),
+                   weighted(lesson2.CORRECTIONS["none"]), steps, 1, seed, prompts=16, decay=False,
+                   logprobs=lambda model, rollout, old, grad: logprobs(model, rollout, True, grad))
+        for batch in tqdm(run, total=steps, desc=name):
+            if batch.step not in (0, 1, 2, 4, 8, 16):
+                continue
+            held.load_state_dict(cast(model.state_dict(), dtype))
+            logp_held, logp_start = (logprobs(policy, batch.rollout) for policy in (held, start))
+            parts = (logp_held - batch.rollout.logp_sampler, batch.logp_old - logp_held,
+                     batch.logp_old - logp_start)
+            sizes = [x[batch.rollout.mask].abs().mean().item() for x in parts]
+            now, then = (torch.cat([p.detach().flatten() for p in policy.parameters()])
+                         for policy in (model, start))
+            rows.append({"trainer | engine": name, "step": batch.step,
+                         "mean |arithmetic|": sizes[0], "mean |cast|": sizes[1],
+                         "mean |movement|": sizes[2], **visible(now, then, dtype)})
+    return rows
 
 
 # ---------------------------------------------------------------- main
 def verdict(result: dict) -> str:
     """The stale run read aloud. It follows the numbers."""
-    ratio = next(law["measured"] for law in result["laws"] if law["predicted"] == "> 1")
+    ratio = next(law["measured"] for law in result["laws"] if law["law"].startswith("rms l over"))
     if not ratio:
         return "One step after a sync the lag is still 0: no update has moved the trainer."
     ess = np.mean([row["ESS of responses"] for row in result["run"] if row["age"] == PERIOD - 1])
@@ -356,8 +430,12 @@ def verdict(result: dict) -> str:
 def main(argv=None) -> dict:
     args, trainer, tokenizer = lesson1.arguments(__file__, __doc__, argv)
     prompts, max_tokens, lr = SIZES[lesson1.scale(tokenizer)]
-    sampler, steps = lesson1.Sampler(args.path), 2 * PERIOD if args.quick else STEPS
-    run = grpo(trainer, sampler, lesson1.SUM, tokenizer,
+    max_tokens = args.task.max_tokens if args.task.shots else max_tokens
+    sampler = lesson1.Sampler(args.path, lesson1.engine_dtype(tokenizer))
+    steps = 2 * PERIOD if args.quick else STEPS
+    start = copy.deepcopy(trainer)                             # the run changes the trainer
+    # with TIS, the usual choice
+    run = grpo(trainer, sampler, args.task, tokenizer,
                torch.optim.AdamW(trainer.parameters(), lr=lr, weight_decay=0.0),
                weighted(lesson2.CORRECTIONS["tis"]), steps, PERIOD, args.seed,
                prompts=prompts, max_tokens=max_tokens, decay=False)             # a constant rate
@@ -367,18 +445,20 @@ def main(argv=None) -> dict:
         path = lesson1.policy(FREE)
         free, clean = lesson1.load_model(path), lesson1.Sampler(path, dtype="float32")
         result["drift"] = gradient_bias(free, sampler, clean, tokenizer, args.seed, args.quick)
-        steps, period = (9, 4) if args.quick else (24, 8)
-        arms = {"discrepancy: one parameter noise of 10%": (1, parameter_noise(0.1, args.seed)),
-                "control: a new one at each step": (1, parameter_noise(0.1, args.seed, True)),
-                f"lag: synced every {period} steps": (period, None)}
-        result["directions"] = [{"drift made by": name, **drift_directions(
-            free, sampler, tokenizer, args.seed, steps, *arm)} for name, arm in arms.items()]
+        samplers = {torch.bfloat16: sampler, torch.float32: clean,
+                    torch.float16: lesson1.Sampler(args.path, "float16")}
+        result["lost updates"] = lost_updates(start, samplers, tokenizer, args.seed,
+                                              3 if args.quick else 17)
+        size = {"steps": 5, "prompts": 8} if args.quick else {}
+        result["directions"] = drift_directions(free, sampler, tokenizer, args.seed, **size)
     result = lesson1.save(result, args.json)
     lesson1.table("a stale run, every second step", result["run"][::2])
     lesson1.table("predicted | measured", result["laws"], "law", "predicted", "measured", "±")
     if "drift" in result:
         lesson1.table("the drift at fixed weights", result["drift"])
         lesson1.table("cosine of the drift with itself, steps apart", result["directions"])
+        lesson1.table("a sync before every step, at lr 3e-5: does the engine see the updates?",
+                      result["lost updates"])
     print(f"\n{verdict(result)}")
     return result
 

@@ -6,8 +6,9 @@ weights. The Discrepancy-Lag Correction (DLC) has a remedy for each:
   center   The discrepancy's drift (lesson 3) is small, but it keeps its direction. Subtract it.
   clip     The lag ratio r = pi_theta / pi_theta_s corrects its token, but it spreads with every
            update. Cap it: f(r) = min(r, C).
-  resync   Once few responses carry all the weight, no cap helps. If the effective sample size of
-           the responses, (sum r)^2 / (n sum r^2), is below 1/2: sync, drop the batch, sample again.
+  resync   Once few responses carry most of the weight, the rest of the batch says nothing, and no
+           cap helps. If the effective sample size of the responses, (sum r)^2 / (n sum r^2), is
+           below 1/2: sync, drop the batch, sample again.
 
 With q = mu(. | prefix) and a the sampled token, the loss per token is
 
@@ -22,15 +23,21 @@ How good is a correction? Train with it and a stale sampler, train on-policy, an
 policies: KL(on-policy || run), exact over the vocabulary, on fresh on-policy responses, averaged
 over checkpoints. Another on-policy run gives the floor. The paper claims at most twice the floor.
 
-  python 04_dlc.py                           a CPU: on-policy, none, TIS and DLC in 3 to 5 minutes
-  python 04_dlc.py --model Qwen/Qwen3-0.6B   a CUDA GPU, 24 GB (not run yet)
-  python figures/study.py 04                 twelve arms, two tasks, 3 to 5 seeds: 75 minutes
+Two comparisons follow: a stale sampler alone, and a stale sampler whose engine is off as well.
 
-Expect 33 times the floor without a correction, 12 with TIS, and 1.1 with DLC (0.9 to 4.7 over five
-seeds), which syncs 4 times in 80 steps. Exercises: tests/EXERCISES.md.
+  python 04_dlc.py                           a CPU: four arms, then three, in 5 to 8 minutes
+  python 04_dlc.py --model Qwen/Qwen3-0.6B   a CUDA GPU, 24 GB (not run yet)
+  python figures/study.py 04                 twenty arms, two tasks, 3 to 8 seeds: hours
+  python figures/study.py both               the second comparison with three engines, five seeds
+
+Expect 4 floors without a correction, 19 with TIS, and 0.6 with DLC, which syncs 12 times in 80
+steps. One run is a poor floor: over eight seeds it is 10 to 68, 8 to 70, and 1 to 5. Where the
+engine is off as well, expect 24 floors from clip and resync without the center, and 1.6 with it.
+Exercises: tests/EXERCISES.md.
 """
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -49,6 +56,7 @@ TAIL_FLOOR = 1e-6      # the trainer's tail mass is not taken to be smaller
 
 
 # ---------------------------------------------------------------- clip the lag
+# Not pi / mu, as TIS does: d is small, and the center takes its mean away without a weight.
 # f maps lags l = log r to weights. advantage: (B,) with lags (B, T), (B, 1) with lags (B, T, K)
 def clipped(lag: Tensor, advantage: Tensor) -> Tensor:
     """f(r) = min(r, C)."""
@@ -63,7 +71,7 @@ def ppo_clipped(lag: Tensor, advantage: Tensor) -> Tensor:
 
 @lesson2.correction
 def lag_clip(x, C=C):
-    """w = min(r, C) as a correction of lesson 2: train.py's --correction dlc."""
+    """w = min(r, C) as a correction of lesson 2: the weight of train.py's --correction dlc."""
     return x.lag.clamp(max=C)
 
 
@@ -77,17 +85,19 @@ def lag_clip(x, C=C):
 #     (1, 0)                       .25               .30              .24
 #     (0, 1)                      -.25              -.20             -.24
 #
-# Uncentered, each step errs toward the first token, and the errors accumulate. A cap makes such a
-# mean too: sum_v pi_old,v f(r_v) s_v is 0 for f(r) = r, but not for min(r, C). On the running sum,
-# where d is far below l, the center mostly removes this one.
+# Uncentered, each step errs toward the first token, and the errors accumulate. With the weight r
+# the mean is sum_v q_v r_v s_v, and q_v r_v = pi_v exp(-d_v): again 0 but for the discrepancy. A
+# cap makes a mean of its own, as min(r, C) is not r. On the task SUM, where d is far below l, the
+# center mostly removes this one.
 def center(head_logp: Tensor, head_logp_old: Tensor, head_logp_sampler: Tensor, advantage: Tensor,
            vocabulary: int, f=clipped) -> Tensor:
     """sum_v sg(q_v f(r_v)) log pi(v), (B, T) in nats. Its gradient is the mean of f(r) s under mu.
 
     head_logp*: (B, T, K) log-probs of the sampler's K most likely tokens under pi_theta, with its
     graph, under pi_old and under mu, normalized over the full vocabulary. K = vocabulary is exact.
-    Else the other tokens, the tail, are modeled (arXiv 2609.20807, eq. 12, with a third policy):
-    then f must be bounded, and only the gradient has a meaning. Raises ValueError for K = 0."""
+    Else the other tokens, the tail, are modeled (as in arXiv 2609.20807, eq. 12, which has no
+    pi_old). Then f must be bounded, as ppo_clipped is not for A < 0, and only the gradient has a
+    meaning. Raises ValueError for K = 0."""
     K, A = head_logp.shape[-1], advantage[:, None]
     if K == 0:
         raise ValueError("a center needs the sampler's most likely tokens: sample with head=K")
@@ -117,8 +127,8 @@ def lag_ess(lag: Tensor, mask: Tensor) -> float:
 
 
 def mean_ratio(lag: Tensor, mask: Tensor) -> float:
-    """Mean lag ratio of the tokens. Predicted 1, since E_pi_old[pi / pi_old] = 1. It falls if mass
-    moves to where the sampler does not look. The ESS does not: halve all r, and it is the same."""
+    """Mean lag ratio of the tokens. Predicted: 1, its mean under pi_old. It falls if mass moves to
+    where the sampler does not look. The ESS does not fall then: halve all r, and it is the same."""
     return lesson2.ratio(lag[mask].double()).mean().item()
 
 
@@ -163,35 +173,47 @@ ARMS = {      # name -> arguments of lesson 3's loop; figures/study.py has more
     "on-policy": {"loss": none, "period": 1},
     "none": {"loss": none},
     "tis": {"loss": tis},
+    "lag clip + resync": {"loss": partial(dlc_loss, centered=False)},
     "dlc": {"loss": dlc_loss, "head": HEAD}}
 
 
 @dataclass(frozen=True)
 class Setting:
     """What all arms of one comparison share."""
+    arms: tuple = ("on-policy", "none", "tis", "dlc")
     task: lesson1.Task = lesson1.SUM
     steps: int = 80
     period: int = 64                   # steps between syncs of a stale arm
     lr: float = 1.5e-3
     prompts: int = 32                  # per step, each with 8 responses
     max_tokens: int | None = None      # of a response; None: what the task needs
-    every: int = 2                     # steps between checkpoints, at which the KL is taken
+    every: int = 1                     # steps between checkpoints, at which the KL is taken
+    optimizer: type = torch.optim.AdamW
+    advantage: str = "std"
+    decay: bool = True                 # of the learning rate
 
 
-SIZES = {     # the first was found with a simulated engine, on other seeds and policies
+SIZES = {     # tiny was tuned with a simulated engine, on other seeds and policies
     "tiny": Setting(),
     "cpu": Setting(steps=8, period=8, lr=1e-6, prompts=1, max_tokens=32),
     "gpu": Setting(lr=1e-6, prompts=8, max_tokens=256, every=20)}
+# Lag and discrepancy together: free tokens, which no reward holds, and raw rewards (lesson 3). The
+# engine's parameters are off by 5 % all the time: more than any engine, so that a minute shows it.
+BOTH = Setting(("on-policy", "lag clip + resync", "dlc"), lesson3.FREE, steps=100, period=50,
+               lr=0.04, prompts=16, every=10, optimizer=torch.optim.SGD, advantage="raw",
+               decay=False)
+NOISE = 0.05
 REFERENCE_SEED = 2**32                 # no --seed reaches it
 
 
 def training(model, sampler, tokenizer, setting: Setting, name: str, seed: int, **arm):
     """Lesson 3's loop for one arm: yields a batch per step and trains `model`."""
     arm["head"] = min(arm.get("head", 0), lesson1.vocabulary(model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, weight_decay=0.0)
-    steps = lesson3.grpo(model, sampler, setting.task, tokenizer, **{
-        "optimizer": optimizer, "steps": setting.steps, "period": setting.period, "seed": seed,
-        "prompts": setting.prompts, "max_tokens": setting.max_tokens, **arm})
+    steps = lesson3.grpo(model, sampler, setting.task, tokenizer, seed=seed, **{
+        "optimizer": setting.optimizer(model.parameters(), lr=setting.lr, weight_decay=0.0),
+        "steps": setting.steps, "period": setting.period, "prompts": setting.prompts,
+        "max_tokens": setting.max_tokens, "advantage": setting.advantage, "decay": setting.decay,
+        **arm})
     return tqdm(steps, total=setting.steps, desc=f"{setting.task.name}: {name}, seed {seed}")
 
 
@@ -199,15 +221,21 @@ def training(model, sampler, tokenizer, setting: Setting, name: str, seed: int, 
 FRESH, STALE = "KL, fresh prefixes", "KL, sampler's prefixes"     # whose responses it is taken on
 
 
+def stale_prefixes(name: str, reference: dict, batch):
+    """The responses for STALE: the arm's own samples. An on-policy arm has no stale sampler. It is
+    judged on what the start policy wrote, as a sampler that is never synced goes on to do."""
+    return reference[0][1] if name == "on-policy" else batch.rollout
+
+
 @torch.no_grad()
 def kl(reference, model, rollout) -> Tensor:
     """KL(reference || model) at each response position, (B, T) in nats, over the vocabulary."""
     parts = []
     for rows in lesson1.micro_batches(rollout, lesson1.vocabulary(model)):
-        p, q = (lesson1.response_logits(m, rollout[rows]).float().log_softmax(-1)
-                for m in (reference, model))                                        # (b, T, V)
-        # KL(p || q) = sum_v p_v (log p_v - log q_v)
-        parts.append((p.exp() * (p - q)).sum(-1))
+        log_p, log_other = (lesson1.response_logits(m, rollout[rows]).float().log_softmax(-1)
+                            for m in (reference, model))                            # (b, T, V)
+        # KL(p || other) = sum_v p_v (log p_v - log other_v)
+        parts.append((log_p.exp() * (log_p - log_other)).sum(-1))
     return torch.cat(parts)
 
 
@@ -230,7 +258,8 @@ def run(start, sampler, tokenizer, setting: Setting, name: str, seed: int, refer
         if batch.step in reference:
             state, fresh = reference[batch.step]
             other.load_state_dict(state)
-            for prefixes, rollout in ((FRESH, fresh), (STALE, batch.rollout)):
+            stale = stale_prefixes(name, reference, batch)
+            for prefixes, rollout in ((FRESH, fresh), (STALE, stale)):
                 values = kl(other, model, rollout)[rollout.mask]
                 steps[-1][prefixes] = values.double().mean().item()
     accuracy = lesson3.held_out(model, sampler, setting.task, tokenizer, 8 * setting.prompts,
@@ -257,32 +286,47 @@ def over_floor(records: list[dict]) -> list[dict]:
     return rows
 
 
+def compare(start, sampler, tokenizer, setting: Setting, seed: int, perturb=None) -> dict:
+    """All arms of a setting. perturb: what the stale arms' engine is sent for the weights."""
+    reference = reference_run(start, sampler, tokenizer, setting)
+    runs = []
+    for name in setting.arms:
+        arm = ARMS[name] if name == "on-policy" else {**ARMS[name], "perturb": perturb}
+        runs.append(run(start, sampler, tokenizer, setting, name, seed, reference, **arm))
+    return {"period": setting.period, "arms": over_floor(runs), "runs": runs}
+
+
 def verdict(rows: list[dict]) -> str:
-    """The table of the arms read aloud. It follows the numbers."""
-    floors = {row["arm"]: row[f"{FRESH} / floor"] for row in rows}
-    if floors["dlc"] is None:
+    """A table of arms read aloud. It follows the numbers."""
+    multiples = {row["arm"]: row[f"{FRESH} / floor"] for row in rows}
+    if multiples["dlc"] is None:
         return "The two on-policy runs do not differ: there is no floor to compare with."
-    keeps = "keeps" if floors["dlc"] <= 2 else "does not keep"
-    return (f"KL from on-policy training, in floors: none {floors['none']:.1f}, TIS "
-            f"{floors['tis']:.1f}, DLC {floors['dlc']:.1f}. DLC {keeps} within two. One seed.")
+    sizes = ", ".join(f"{name} {x:.1f}" for name, x in multiples.items() if name != "on-policy")
+    keeps = "keeps" if multiples["dlc"] <= 2 else "does not keep"
+    return f"KL from on-policy training, in floors: {sizes}. DLC {keeps} within two. One seed."
 
 
 def main(argv=None) -> dict:
     args, trainer, tokenizer = lesson1.arguments(__file__, __doc__, argv)
-    setting = SIZES[lesson1.scale(tokenizer)]
+    setting, both = replace(SIZES[lesson1.scale(tokenizer)], task=args.task), BOTH
+    setting = replace(setting, max_tokens=None) if args.task.shots else setting
     if args.quick:
-        setting = replace(setting, steps=6, period=6, prompts=min(8, setting.prompts))
-    # a released model moves too little per step for a bf16 engine to notice
-    sampler = lesson1.Sampler(args.path, "bfloat16" if lesson1.is_tiny(tokenizer) else "float32")
-    reference = reference_run(trainer, sampler, tokenizer, setting)
-    runs = [run(trainer, sampler, tokenizer, setting, name, args.seed, reference, **arm)
-            for name, arm in ARMS.items()]
-    result = lesson1.save({"model": args.path, "seed": args.seed, "period": setting.period,
-                           "laws": laws(), "arms": over_floor(runs), "runs": runs}, args.json)
+        setting, both = (replace(x, steps=6, period=6, prompts=min(8, x.prompts), every=2)
+                         for x in (setting, both))
+    sampler = lesson1.Sampler(args.path, lesson1.engine_dtype(tokenizer))
+    result = {"model": args.path, "seed": args.seed, "laws": laws(),
+              **compare(trainer, sampler, tokenizer, setting, args.seed)}
+    if lesson1.is_tiny(tokenizer):          # other policies do not know the free tokens
+        free = lesson1.load_model(lesson1.policy(lesson3.FREE))
+        noise = lesson3.parameter_noise(NOISE, args.seed)
+        result["both"] = compare(free, sampler, tokenizer, both, args.seed, noise)
+    result = lesson1.save(result, args.json)
     lesson1.table("predicted | measured", result["laws"])
-    lesson1.table(f"{setting.steps} steps; stale arms are synced every {setting.period}, DLC also "
-                  f"if its ESS is below {RESYNC_ESS}", result["arms"])
-    print(f"\n{verdict(result['arms'])}")
+    for title, its in (("lag alone", result), ("lag and discrepancy", result.get("both"))):
+        if its:
+            lesson1.table(f"{title}: synced every {its['period']} steps, DLC also if its ESS is "
+                          f"below {RESYNC_ESS}", its["arms"])
+            print(f"\n{verdict(its['arms'])}")
     return result
 
 

@@ -1,35 +1,33 @@
 """Lesson 5: why is a mixture's gap larger, and what does replaying the router change?
 
-In a dense policy a small numerical difference stays small. In a mixture of experts each layer's
-router picks k of E experts for a token, and no pick changes gradually: where two experts are
-nearly tied, rounding decides, and the token goes through other matrices in the engine than in the
-trainer. Router replay (R3, arXiv 2510.11370) takes the sampler's picks into the trainer:
+In a dense policy a small numerical difference stays small. In a mixture of experts the router of
+each layer picks k of E experts for a token. That choice is a pick: one set of k experts. No pick
+changes gradually. Where two experts are nearly tied, rounding decides, and the token goes through
+other matrices in the engine than in the trainer: the pick flips.
 
-    p = softmax(W x)                     router, at the trainer's weights and activations
-    I = the k largest of p               live;     I = what the sampler picked     replayed
-    g_i = p_i / sum_{j in I} p_j         gates, from the trainer's p: gradients reach the router
+Router replay (R3, arXiv 2510.11370) takes the sampler's picks into the trainer:
+
+    p = softmax(W x)                 the router, at the trainer's weights and activations
+    I = the k largest of p           the pick if live;     I = the sampler's pick     if replayed
+    g_i = p_i / sum_{j in I} p_j     gates, from the trainer's p: gradients reach the router
     y = sum_{i in I} g_i expert_i(x)
 
-R3 replays the sampler's picks wherever the trainer computes a log-prob. R2 (MiniRL, arXiv
-2512.01374) replays the trainer's own picks at the sampler's weights: it leaves the engine's part
-alone, and keeps a response's experts fixed while the weights move on.
-
-A flip is a pick that two computations make differently, as a set of k experts. F(tau) is the share
-of tokens whose probability ratio, or its inverse, exceeds tau.
+R2 (MiniRL, arXiv 2512.01374) replays what the trainer itself picks at the sampler's weights. It
+leaves the engine's part of the gap, but keeps a response's experts fixed while the weights move on.
 
   python 05_router_replay.py            a CPU: a minute; a tiny Qwen3-MoE and lesson 1's policy;
                                         the same on a GPU (not run yet)
   python 05_router_replay.py --model M  another mixture with softmax gates (Qwen, Mixtral, OLMoE).
-                                        The jump takes 42 bytes per parameter: too much for one GPU
+                                        `jump` needs 42 bytes per parameter, so M must be small
   python figures/study.py 05            training under no replay, R2 and R3: half an hour
 
 Expect half a percent of the picks to flip between a bf16 engine and an fp32 trainer. These few make
-more than half of k3. Replay removes their part and leaves the rest. Exercises: tests/EXERCISES.md.
+half of k3 or more, lesson 1's estimate of KL(mu || pi). Replay removes their part and leaves the
+rest, twice that of a dense policy. Exercises: tests/EXERCISES.md.
 """
 import copy
 from contextlib import contextmanager
 from importlib import import_module
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -50,11 +48,11 @@ SIZES = {              # prompts, seeds of the sampling, longest response, learn
 
 # ---------------------------------------------------------------- the gates
 def gates(router_logits: Tensor, picks: Tensor, normalized: bool) -> Tensor:
-    """Gates (n, k) in float32 of the picked experts (n, k), from a router's logits (n, E).
-    normalized: whether a token's k gates sum to 1. transformers has routers of both forms."""
+    """Gates (n, k) in float32 of n picks (n, k), from a router's logits (n, E). normalized: whether
+    a token's k gates sum to 1. transformers has routers of both forms."""
     logits = router_logits.float()
     if normalized:
-        # g_i = p_i / sum_{j in I} p_j, which is the softmax over the picked logits alone
+        # g_i = p_i / sum_{j in I} p_j, which is the softmax over the logits of I alone
         return logits.gather(-1, picks).softmax(-1)
     # g_i = p_i
     return logits.softmax(-1).gather(-1, picks)
@@ -64,9 +62,6 @@ def gates(router_logits: Tensor, picks: Tensor, normalized: bool) -> Tensor:
 # In transformers a router returns (logits (n, E), gates (n, k), picks (n, k)) for the n = B (P + T)
 # input tokens. A forward hook can put other gates and picks in their place. Routes are the picks of
 # all L routers, (B, P + T, L, k).
-NORMALIZED = WeakKeyDictionary()        # model -> do its gates sum to 1?
-
-
 def is_mixture(config) -> bool:
     """Is this the configuration of a mixture of experts?"""
     names = "num_experts", "num_local_experts", "n_routed_experts"
@@ -86,8 +81,8 @@ def routers(model) -> list:
 
 @contextmanager
 def hooked(model, hook):
-    """Within it a router's output becomes hook(layer, output), or stays where that is None.
-    Afterwards nothing is left behind, not even by an exception."""
+    """Within it a router's output becomes hook(layer, output), or stays if that is None. Afterwards
+    the hooks are gone, even after an exception."""
     handles = []
     try:
         for layer, router in enumerate(routers(model)):
@@ -101,28 +96,29 @@ def hooked(model, hook):
 
 @torch.no_grad()
 def normalizes(model) -> bool:
-    """Do a token's gates sum to 1 in this model? Found on 64 tokens, once per model. Raises
-    ValueError, with the router's class, where neither form of `gates` is the router's own: sigmoids
-    (DeepSeek-V3, GLM-4-MoE, dots1), scaled gates. Replaying even its own picks would change it."""
-    if model not in NORMALIZED:
-        outputs, V = [], lesson1.vocabulary(model)
-        with hooked(model, lambda layer, output: outputs.append(output)):
-            model(input_ids=torch.arange(64, device=lesson1.DEVICE)[None] % V, use_cache=False)
-        for form in (True, False):
-            errors = [(gates(logits, picks, form).to(own.dtype) - own).abs().max().item()
-                      for logits, own, picks in outputs]
-            if max(errors) <= max(1e-6, 2 * torch.finfo(outputs[0][1].dtype).eps):
-                return NORMALIZED.setdefault(model, form)
-        raise ValueError(f"{type(routers(model)[0]).__name__} cannot be replayed: its gates are "
-                         "not the softmax of its logits")
-    return NORMALIZED[model]
+    """Do a token's gates sum to 1 in this model? Tried on 64 tokens, once per model. Raises
+    ValueError if the router computes neither form of `gates`, since replaying even its own picks
+    would change it: sigmoids (DeepSeek-V3, GLM-4-MoE, dots1), scaled gates."""
+    if hasattr(model, "gates_sum_to_1"):
+        return model.gates_sum_to_1
+    outputs, V = [], lesson1.vocabulary(model)
+    with hooked(model, lambda layer, output: outputs.append(output)):
+        model(input_ids=torch.arange(64, device=lesson1.DEVICE)[None] % V, use_cache=False)
+    for form in (True, False):
+        errors = [(gates(logits, picks, form).to(own.dtype) - own).abs().max().item()
+                  for logits, own, picks in outputs]
+        if max(errors) <= max(1e-6, 2 * torch.finfo(outputs[0][1].dtype).eps):
+            model.gates_sum_to_1 = form
+            return form
+    raise ValueError(f"{type(routers(model)[0]).__name__} cannot be replayed: "
+                     "its gates are not the softmax of its logits")
 
 
 # ---------------------------------------------------------------- replay
 def check_routes(model, routes: Tensor | None, real: Tensor | None = None) -> None:
-    """Raises ValueError with one line if these routes cannot be the model's: none recorded, not
-    int64 (B, P + T, L, k), not all of its experts, or an expert twice where `real` (B, P + T) bool
-    says that the router has picked. Elsewhere any expert may stand, also k times."""
+    """Raises ValueError with one line if these routes cannot be the model's: not recorded, not
+    int64 (B, P + T, L, k), not of its experts, or an expert twice in one pick where `real`
+    (B, P + T) is True. Elsewhere nothing went into the engine, and any experts may stand."""
     normalizes(model)
     found = routers(model)
     L, k, E = len(found), found[0].top_k, found[0].num_experts
@@ -137,15 +133,14 @@ def check_routes(model, routes: Tensor | None, real: Tensor | None = None) -> No
         wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(-1) & real[..., None]
     if wrong.any():
         row, token, layer = wrong.nonzero()[0].tolist()
-        raise ValueError(f"row {row}, input token {token}, layer {layer}: the picks "
-                         f"{routes[row, token, layer].tolist()} are not {k} of {E} experts")
+        raise ValueError(f"row {row}, input token {token}, layer {layer}: the pick "
+                         f"{routes[row, token, layer].tolist()} is not {k} of {E} experts")
 
 
 def replay(model, routes: Tensor):
-    """Within it the model's routers pick what `routes` (B, P + T, L, k) says for each input token,
-    with gates from their own logits. A second forward pass picks the same: under activation
-    checkpointing the backward pass must stand within it too. Raises ValueError for routes that are
-    not the model's (see check_routes) or are for another number of input tokens."""
+    """Within it the model's picks are `routes` (B, P + T, L, k), with gates from its own logits.
+    Under activation checkpointing the backward pass must stand within it too. Raises ValueError for
+    routes that check_routes refuses, or that are for another number of input tokens."""
     check_routes(model, routes)
     picks, normalized = routes.flatten(0, 1), normalizes(model)                 # (n, L, k)
     def hook(layer: int, output):
@@ -159,7 +154,7 @@ def replay(model, routes: Tensor):
 
 @torch.no_grad()
 def own_routes(model, rollout) -> Tensor:
-    """What the model's routers pick on a rollout's tokens, (B, P + T, L, k)."""
+    """The model's own routes on a rollout's tokens, (B, P + T, L, k)."""
     normalizes(model)                        # refuses routers that return something else
     parts = []
     for rows in lesson1.micro_batches(rollout, lesson1.vocabulary(model)):
@@ -171,13 +166,13 @@ def own_routes(model, rollout) -> Tensor:
 
 
 def routes_for(kind: str, old, rollout) -> Tensor | None:
-    """What is replayed: nothing ("none"), the picks of `old`, the trainer at the sampler's weights
+    """The routes to replay: nothing ("none"), those of `old`, the trainer at the sampler's weights
     ("r2"), or the sampler's ("r3"). Raises ValueError if these cannot be the model's."""
     if kind == "none":
         return None
     if kind == "r2":
         return own_routes(old, rollout)
-    # padding never goes into the engine, and neither does a response's last token
+    # neither padding nor a response's last token ever goes into the engine
     real = torch.cat([rollout.prompt_mask, rollout.mask], 1)                    # (B, P + T)
     check_routes(old, rollout.routes, real & torch.nn.functional.pad(real[:, 1:], (0, 1)))
     return rollout.routes
@@ -201,15 +196,15 @@ def logprobs(model, rollout, routes: Tensor | None = None, head: bool = False, g
 
 # ---------------------------------------------------------------- the engine that records its picks
 class RoutedSampler(lesson1.Sampler):
-    """vLLM around a mixture of experts. It must be the first engine of its process, unless all
+    """vLLM around a mixture, with routes recorded. It must be its process' first engine, unless all
     earlier ones were stopped: vLLM makes the experts' process group with the first or never."""
     settings = {"enable_return_routed_experts": True,
                 "enable_prefix_caching": False}          # a cached prefix has no routes
 
     @staticmethod
     def pack(prompts: list[list[int]], completions: list, *described):
-        """Lesson 1's `pack`, with routes. Raises ValueError unless a completion has one row of
-        experts for each token but the last, which never went into the model."""
+        """Lesson 1's `pack`, with routes: one row of experts for each token but the last, which
+        never went into the model. Raises ValueError for any other number of rows."""
         rollout = lesson1.pack(prompts, completions, *described)
         B, P, T = *rollout.prompt_ids.shape, rollout.ids.shape[1]
         routes = np.zeros((B, P + T, *completions[0].routed_experts.shape[1:]), np.int64)
@@ -227,8 +222,8 @@ class RoutedSampler(lesson1.Sampler):
 
 
 def pack_experts(model) -> None:
-    """On a CPU vLLM keeps the experts' matrices in its kernel's layout, and reload_weights (0.30.0)
-    silently skips that step: log-probs .2 nats off, which the canary sees. This is the step."""
+    """Puts the experts' matrices into the layout of vLLM's CPU kernel. reload_weights (0.30.0)
+    silently skips this step. Then log-probs are .2 nats off, which the canary sees."""
     for layer in model.modules():
         if hasattr(layer, "w13_weight"):
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
@@ -236,24 +231,26 @@ def pack_experts(model) -> None:
 
 # ---------------------------------------------------------------- the measures
 def flips(routes: Tensor, others: Tensor, rollout) -> Tensor:
-    """(n, L): how many of the k experts two recordings (B, P + T, L, k) do not share, for the n
-    input tokens whose logits predict a response token."""
+    """(n, L): in how many of its k experts a pick differs between two routes (B, P + T, L, k), for
+    the n input tokens whose logits predict a response token. The pick flips where this is not 0."""
     P = rollout.prompt_ids.shape[1]
     a, b = (x[:, P - 1:-1][rollout.mask] for x in (routes, others))             # (n, L, k)
     return a.shape[-1] - (a[..., :, None] == b[..., None, :]).any(-1).sum(-1)
 
 
 def beyond(d: Tensor, tau: float) -> float:
-    """F(tau): share of tokens with max(exp(d), exp(-d)) > tau (R3, arXiv 2510.11370)."""
+    """F(tau): the share of tokens whose ratio exp(d), or its inverse, exceeds tau (R3)."""
     return (d.abs() > np.log(tau)).double().mean().item()
 
 
 def gap_row(seeds: list) -> dict:
     """The gap as a mean over seeds, ± their standard deviation, from [(log pi, log mu)], (n,)."""
-    each = [{**lesson1.gap(*pair), "F(1.1)": beyond((pair[0] - pair[1]).double(), 1.1),
-             "F(2)": beyond((pair[0] - pair[1]).double(), 2)} for pair in seeds]
-    row = {"tokens": sum(len(logp) for logp, _ in seeds), "max": max(gap["max"] for gap in each)}
-    row["k3 by seed"] = [gap["k3"] for gap in each]
+    each = []
+    for logp, mu in seeds:
+        d = (logp - mu).double()
+        each.append({**lesson1.gap(logp, mu), "F(1.1)": beyond(d, 1.1), "F(2)": beyond(d, 2)})
+    row = {"tokens": sum(len(logp) for logp, _ in seeds), "max": max(gap["max"] for gap in each),
+           "k3 by seed": [gap["k3"] for gap in each]}
     for key in ("mean |d|", "rms", "k3", "F(1.1)", "F(2)"):
         values = [gap[key] for gap in each]
         row |= {key: float(np.mean(values)), f"{key} ±": float(np.std(values, ddof=1))}
@@ -273,12 +270,21 @@ def flip_row(d: Tensor, flipped: Tensor) -> dict:
 
 
 # ---------------------------------------------------------------- experiment 1: the gap
+def sample_and_step(trainer, engine, tokenizer, n: int, max_tokens: int, seed: list):
+    """n prompts, their responses right after a sync, the trainer one optimizer step later."""
+    rng, lr = np.random.default_rng(seed[0]), SIZES[lesson1.scale(tokenizer)][-1]
+    digits, prompts = lesson1.make_prompts(lesson1.SUM, tokenizer, n, rng)
+    engine.sync(trainer)
+    rollout = engine.sample(prompts, max_tokens, seed=seed)
+    R = lesson1.rewards(lesson1.SUM, digits, rollout, tokenizer)
+    return prompts, rollout, lesson1.one_step(copy.deepcopy(trainer), rollout, R, lr)
+
+
 def one_policy(path, trainer, engine, tokenizer, seed: int, quick: bool) -> list[dict]:
     """The gap as it naturally is, one optimizer step after the sync, and with noise in the engine's
     parameters. For a mixture also with replay."""
-    n, seeds, max_tokens, lr = SIZES[lesson1.scale(tokenizer)]
+    n, seeds, max_tokens, _ = SIZES[lesson1.scale(tokenizer)]
     n, seeds = (max(2, n // 8), 2) if quick else (n, seeds)
-    digits, prompts = lesson1.make_prompts(lesson1.SUM, tokenizer, n, np.random.default_rng(seed))
     trainer16, mixture = lesson1.load_model(path, torch.bfloat16), is_mixture(trainer.config)
     measured = {}            # (situation, kind of replay) -> [(log pi, log mu, flips) of each seed]
 
@@ -288,11 +294,10 @@ def one_policy(path, trainer, engine, tokenizer, seed: int, quick: bool) -> list
             logp = logprobs(model, rollout, routes_for(kind, old, rollout))
             measured.setdefault((situation, kind), []).append(
                 (logp[rollout.mask], rollout.logp_sampler[rollout.mask], flipped))
+
     for repeat in tqdm(range(seeds), desc="the mixture" if mixture else "the dense policy"):
-        engine.sync(trainer)
-        rollout = engine.sample(prompts, max_tokens, seed=[seed, repeat])
-        R = lesson1.rewards(lesson1.SUM, digits, rollout, tokenizer)
-        ahead = lesson1.one_step(copy.deepcopy(trainer), rollout, R, lr)
+        prompts, rollout, ahead = sample_and_step(
+            trainer, engine, tokenizer, n, max_tokens, [seed, repeat])
         add("natural, fp32 trainer", rollout, trainer, trainer)
         add("natural, bf16 trainer", rollout, trainer16, trainer16)
         add("one step stale", rollout, ahead, trainer, kinds=("none", "r2", "r3"))
@@ -302,9 +307,10 @@ def one_policy(path, trainer, engine, tokenizer, seed: int, quick: bool) -> list
     rows = []
     for (situation, kind), each in measured.items():
         logp, mu, flipped = zip(*each)
-        row = {"policy": "MoE" if mixture else "dense", "situation": situation, "replay": kind}
-        row |= gap_row(list(zip(logp, mu)))
-        row |= flip_row(torch.cat(logp) - torch.cat(mu), torch.cat(flipped)) if mixture else {}
+        row = {"policy": "MoE" if mixture else "dense", "situation": situation, "replay": kind,
+               **gap_row(list(zip(logp, mu)))}
+        if mixture:
+            row |= flip_row(torch.cat(logp) - torch.cat(mu), torch.cat(flipped))
         rows.append(row)
     return rows
 
@@ -317,29 +323,34 @@ def jump(trainer, ahead, rollout, points: int = 41) -> dict:
     model = copy.deepcopy(trainer).double()
     model.set_experts_implementation("eager")                   # the default one has no float64
     start, end = copy.deepcopy(model.state_dict()), copy.deepcopy(ahead).double().state_dict()
+
     def at(u: float, rollout, routes: Tensor | None = None) -> Tensor:
         """log pi (B, T) at the weights (1 - u) start + u end."""
         model.load_state_dict({name: torch.lerp(x, end[name], u) for name, x in start.items()})
         return logprobs(model, rollout, routes)
+
     u, live, fixed, routes = np.linspace(0, 1, points), [], [], []
     for x in tqdm(u, desc="the jump"):
         live.append(at(x, rollout)[rollout.mask])
         routes.append(own_routes(model, rollout))
         fixed.append(at(x, rollout, routes[0])[rollout.mask])
     live, fixed = torch.stack(live), torch.stack(fixed)         # (points, n)
-    # a flip in a prefix moves later tokens as well: only a token's own picks are judged
+    # only a token's own picks are judged, although a flip in its prefix moves it too
     flipped = torch.stack([(flips(a, b, rollout) > 0).any(1) for a, b in zip(routes, routes[1:])])
     steps, steps_fixed = live.diff(dim=0).abs(), fixed.diff(dim=0).abs()
-    # the largest step at a flip: halving its width halves a continuous change, but not a jump
+
+    # halve the largest step at a flip, again and again: a continuous change goes to 0, a jump stays
     k, token = divmod(int(torch.where(flipped, steps, -1.0).argmax()), live.shape[1])
     row, t = rollout.mask.nonzero()[token].tolist()
-    ends = [(x, at(x, rollout[row:row + 1])[0, t].item()) for x in u[k:k + 2]]
+    low, high = u[k], u[k + 1]
+    at_low, at_high = (at(x, rollout[row:row + 1])[0, t].item() for x in (low, high))
     for _ in range(20):
-        middle = (ends[0][0] + ends[1][0]) / 2
-        ends.insert(1, (middle, at(middle, rollout[row:row + 1])[0, t].item()))
-        first, second = (abs(b[1] - a[1]) for a, b in zip(ends, ends[1:]))
-        ends.pop(2 if first >= second else 0)                   # the half with the smaller change
-    (low, at_low), (high, at_high) = ends
+        middle = (low + high) / 2
+        at_middle = at(middle, rollout[row:row + 1])[0, t].item()
+        if abs(at_middle - at_low) >= abs(at_high - at_middle):   # keep the half that changes more
+            high, at_high = middle, at_middle
+        else:
+            low, at_low = middle, at_middle
     return {"step at a flip": steps[flipped].mean().item(),
             "elsewhere": steps[~flipped].mean().item(), "replayed": steps_fixed.mean().item(),
             "largest": steps.max().item(), "largest replayed": steps_fixed.max().item(),
@@ -376,15 +387,10 @@ def main(argv=None) -> dict:
         dense = path, lesson1.load_model(path), lesson1.Sampler(path)
         rows += one_policy(*dense, tokenizer, args.seed, args.quick)
     rows += one_policy(args.path, trainer, engine, tokenizer, args.seed, args.quick)
-    n, rng = 32 if args.quick else 128, np.random.default_rng(args.seed)
-    _, _, max_tokens, lr = SIZES[lesson1.scale(tokenizer)]
-    digits, prompts = lesson1.make_prompts(lesson1.SUM, tokenizer, n, rng)
-    engine.sync(trainer)
-    rollout = engine.sample(prompts, min(max_tokens, 64), seed=[args.seed, 9])
-    R = lesson1.rewards(lesson1.SUM, digits, rollout, tokenizer)
-    ahead = lesson1.one_step(copy.deepcopy(trainer), rollout, R, lr)
-    result = {"gap": rows, "jump": jump(trainer, ahead, rollout[:n // 4])}
-    result = lesson1.save({"model": args.path, "seed": args.seed, **result}, args.json)
+    n, T = 32 if args.quick else 128, min(64, SIZES[lesson1.scale(tokenizer)][2])
+    _, rollout, ahead = sample_and_step(trainer, engine, tokenizer, n, T, [args.seed, 9])
+    result = lesson1.save({"model": args.path, "seed": args.seed, "gap": rows,
+                           "jump": jump(trainer, ahead, rollout[:n // 4])}, args.json)
     lesson1.table("the gap d = log pi - log mu, live and replayed", result["gap"], "policy",
                   "situation", "replay", "mean |d|", "rms", "max", "k3", "k3 ±", "F(1.1)", "F(2)")
     lesson1.table("where it is", [row for row in result["gap"] if row["policy"] == "MoE"],

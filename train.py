@@ -1,17 +1,12 @@
 """GRPO end to end: vLLM samples, a PyTorch trainer learns, and every step measures the mismatch.
 
-One step, in the order of the loop in `train`:
+The loop in `train` has six steps: sync, sample, log-probs, judge, weigh, update. It is GRPO (arXiv
+2402.03300) with a mean over tokens, no KL penalty, and one update per batch. A sync gives the
+sampler the trainer's weights; from then on they are called theta_s. Let mu be the engine's
+distribution and pi_old the trainer's, both at theta_s, and pi the trainer's now. For each token
 
-  1. sync       theta_s <- theta, once the sampler's weights are more than --staleness steps old
-  2. sample     G responses to each prompt from mu, the engine's distribution at theta_s
-  3. log-probs  log pi_old (the trainer at theta_s) and log pi (the trainer now) of every token:
-                    log pi - log mu  =  (log pi_old - log mu)  +  (log pi - log pi_old)
-                                     =     discrepancy d       +        lag l          (lesson 3)
-  4. judge      if ESS(exp l) < --resync-ess, drop the batch and go back to 1, once    (lesson 4)
-  5. weigh      advantage A within each group, weight w and center c of --correction   (2 and 4)
-  6. update     L = -sum A (w log pi - c) / N, gradient norm clipped to 1, one AdamW step
-
-This is GRPO (arXiv 2402.03300) with a mean over tokens, no KL penalty, and one update per batch.
+    log pi - log mu  =  (log pi_old - log mu)  +  (log pi - log pi_old)
+                     =     discrepancy d       +        lag l                          (lesson 3)
 
   python train.py                                    the tiny policy on a CPU, about a minute
   python train.py --staleness 63                     a stale sampler: training goes astray
@@ -20,18 +15,18 @@ This is GRPO (arXiv 2402.03300) with a mean over tokens, no KL penalty, and one 
   torchrun --nproc-per-node 2 train.py               several processes: FSDP2, a sampler each
   python train.py --model Qwen/Qwen3-0.6B            a CUDA GPU of 24 GB (not run yet)
 
-A run lives in --out: run.json (its flags), metrics.csv (one row per step), state.pt (for --resume);
-checkpoint-0/ and checkpoint-<steps>/, which transformers and vLLM load; at the end summary.json and
-train.png. The columns of metrics.csv:
+A run's folder (--out) holds run.json (its flags), metrics.csv (one row per step), state.pt (for
+--resume), checkpoint-0/ and checkpoint-<steps>/ (for transformers and vLLM), and at the end
+summary.json and train.png. The columns of metrics.csv:
 
-  step, age                     age of the sampler's weights, in steps
-  reward, length, cut_off       mean reward, mean response tokens, share cut off at --max-tokens
-  discrepancy, k3, lag          mean |d|, k3 of d (see lesson 1), mean |l|, all in nats
-  ess, ess_tokens, mean_ratio   of the batch as first drawn: effective sample size of the lag ratios
-                                of responses and of tokens, as shares; mean lag ratio of the tokens
-  dropped_tokens, dropped_seconds    what step 4 threw away
-  weight, grad_norm, loss       mean w; the gradient's norm; L, whose value means nothing
-  tokens, not_finite, seconds   N; tokens left out of N, without a finite log mu; of the whole step
+  step, age                       age: steps since the last sync
+  reward, length, cut_off         mean reward; mean tokens per response; share cut off
+  discrepancy, k3, lag            mean |d|; k3 of d (lesson 1); mean |l|; in nats
+  ess, ess_tokens, mean_ratio     effective sample size of exp(l), a share of the responses, of the
+                                  tokens; mean exp(l). If a batch is dropped, they are that batch's
+  dropped_tokens, dropped_seconds    of that batch; else 0
+  weight, grad_norm, loss         mean importance weight; gradient norm before clipping; the loss
+  tokens, not_finite, seconds     trained on; left out without a finite log mu; of the whole step
 """
 import argparse
 import copy
@@ -73,7 +68,8 @@ WHOLE = shards.StateDictOptions(full_state_dict=WORLD > 1)       # not this proc
 def train(args, trainer, tokenizer, sampler, saved: dict | None):
     """Trains the trainer and returns the policy. `saved`: where a stopped run goes on. Raises
     FloatingPointError if a gradient is not finite, ValueError if the responses are not mu's."""
-    task, correct, V = lesson1.SUM, CORRECTIONS[args.correction], lesson1.vocabulary(trainer)
+    task, correct = lesson1.TASKS[args.task], CORRECTIONS[args.correction]
+    V = lesson1.vocabulary(trainer)
     first, synced, old = 0, 0, copy.deepcopy(trainer)    # old: the trainer at theta_s
     if WORLD > 1:                        # FSDP2: a part of every layer's state for each process
         lists = (m for m in trainer.modules() if isinstance(m, torch.nn.ModuleList))
@@ -96,8 +92,8 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
 
     for step in range(first, args.steps):
         start, dropped = time.perf_counter(), {"dropped_tokens": 0, "dropped_seconds": 0.0}
-        for attempt in (1, 2):           # the second one only where the first batch is refused
-            # 1. sync: theta_s <- theta
+        for attempt in (1, 2):           # the second one only if the first batch is dropped
+            # 1. sync: theta_s <- theta, if theta_s is more than --staleness steps old
             if step == 0 or step - synced > args.staleness or attempt == 2:
                 old.load_state_dict(shards.get_model_state_dict(trainer, options=WHOLE))
                 sampler.sync(old)
@@ -125,7 +121,8 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
                 logp, logp_old, rollout.logp_sampler, mask, R, rollout.ended, rollout.mask.sum(1))
             lag, N = logp - logp_old, int(mask.sum())
 
-            # 4. judge: is enough of this batch left? At age 0 every ratio is 1, and so is the ESS
+            # 4. judge: is enough of this batch left? If ESS(exp l) < --resync-ess, back to 1, once.
+            #    At age 0 every ratio is 1, and so is the ESS
             if attempt == 1:
                 judged = {"ess": lesson4.lag_ess(lag, mask), "ess_tokens": lesson2.ess(lag[mask]),
                           "mean_ratio": lesson4.mean_ratio(lag, mask)}
@@ -133,11 +130,11 @@ def train(args, trainer, tokenizer, sampler, saved: dict | None):
                 break
             dropped = {"dropped_tokens": N, "dropped_seconds": time.perf_counter() - start}
 
-        # 5. weigh: the advantage within each group, the importance weight
+        # 5. weigh: the advantage A within each group, the importance weight w of --correction
         A = lesson2.advantages(R, args.group_size, args.advantage).to(lesson1.DEVICE)
         w = correct(logp, logp_old, logp_sampler, A, mask)
 
-        # 6. update: L = -sum A (w log pi - c) / N, micro-batch by micro-batch
+        # 6. update: L = -sum A (w log pi - c) / N, micro-batch by micro-batch; one AdamW step
         loss, c, (my_w, my_A, my_mask) = 0.0, 0.0, (x[mine] for x in (w, A, mask))
         for rows in lesson1.micro_batches(rollout, V):
             part = rollout[rows]
@@ -237,6 +234,7 @@ def parse(argv):
     parser = argparse.ArgumentParser(prog="train.py", description=__doc__.split("\n")[0])
     add, dtypes = parser.add_argument, ["bfloat16", "float16", "float32"]
     add("--model", help="a directory or a hub name (a tiny policy; on a GPU Qwen3-0.6B)")
+    add("--task", choices=lesson1.TASKS, default="sum", help="add1 to add3: for released models")
     add("--steps", type=int, help="optimizer steps (tiny 80, cpu 20, gpu 80; --quick 4)")
     add("--prompts", type=int, help="prompts per step (tiny 32, cpu 8, gpu 16; --quick 8)")
     add("--group-size", type=int, default=8, help="responses per prompt (8)")
@@ -262,8 +260,8 @@ def parse(argv):
 
 
 def prepare(args):
-    """The trainer, the tokenizer, the state of a run that is resumed. Completes the flags; raises
-    ValueError or OSError, before vLLM is started, where they make no run."""
+    """The trainer, the tokenizer, the state of a run that is resumed. Completes the flags. Raises
+    ValueError or OSError, before vLLM is started, if they make no run."""
     if args.resume:
         flags = json.loads((args.resume / "run.json").read_text())
         vars(args).update(flags, out=args.resume, resume=args.resume)
@@ -281,7 +279,9 @@ def prepare(args):
     args.out.mkdir(parents=True, exist_ok=True)
     if (args.out / ("summary.json" if args.resume else "run.json")).exists():
         raise ValueError(f"{args.out} holds a run {'that has ended' if args.resume else 'already'}")
-    path = [lesson1.find_model(args.model) if RANK == 0 else None]     # builds the tiny policy
+    task = lesson1.TASKS[args.task]
+    # builds the tiny policy, if there is none yet
+    path = [lesson1.find_model(args.model, task) if RANK == 0 else None]
     if WORLD > 1:
         torch.distributed.broadcast_object_list(path)
     args.model = str(Path(path[0]).resolve() if Path(path[0]).exists() else path[0])
@@ -289,6 +289,7 @@ def prepare(args):
     tokenizer = lesson1.transformers.AutoTokenizer.from_pretrained(args.model)
     defaults = dict(zip(BY_MODEL, DEFAULTS[lesson1.scale(tokenizer)]))
     defaults.update({"steps": 4, "prompts": 8} if args.quick else {})
+    defaults.update({"max_tokens": task.max_tokens} if task.shots else {})
     for name, value in defaults.items():
         if getattr(args, name) is None and (name != "head" or args.correction == "dlc"):
             setattr(args, name, value)
@@ -321,7 +322,7 @@ def main(argv=None, sampler=None) -> None:
         start = lesson5.RoutedSampler if lesson5.is_mixture(trainer.config) else lesson1.Sampler
         sampler = sampler or start(args.model, args.engine_dtype, lm_head_fp32=args.lm_head_fp32,
                                    kv_cache_gib=2)
-        held_out = lesson1.SUM, tokenizer, 8 * args.prompts, args.max_tokens
+        held_out = lesson1.TASKS[args.task], tokenizer, 8 * args.prompts, args.max_tokens
         if RANK == 0 and not args.resume:
             args.before = lesson3.held_out(trainer, sampler, *held_out)
             (args.out / "run.json").write_text(json.dumps(vars(args), default=str, indent=1))

@@ -27,6 +27,7 @@ STYLE = {
     "dlc, no resync": {"color": SKY, "linestyle": "-."},
     "centering": {"color": GREEN, "linestyle": (0, (5, 1))},
     "lag clip": {"color": PURPLE, "linestyle": (0, (3, 1, 1, 1))},
+    "lag clip + resync": {"color": PURPLE, "linestyle": "--"},
     "token-is": {"color": ORANGE, "linestyle": "-."},
     "geo": {"color": GREY, "linestyle": "--"},
     "minirl": {"color": PURPLE, "linestyle": "-."},
@@ -130,7 +131,7 @@ def draw_01(result: dict):
 
 
 @table("mismatch")
-def mismatch_table(kinds=("control", "natural", "batch shape", "precision", "bug")) -> str:
+def mismatch_table(kinds=("control", "natural", "batch shape", "precision", "bug", "cure")) -> str:
     """Lesson 1: d = log pi - log mu of the sampled tokens, in nats."""
     return markdown(
         ["", "arm", "mean abs d", "± seeds", "rms", "k3", "mean d", "± s.e.", "E[exp d]"],
@@ -141,10 +142,11 @@ def mismatch_table(kinds=("control", "natural", "batch shape", "precision", "bug
 
 @table("mismatch-short")
 def mismatch_short() -> str:
-    rows = [row for row in load("01_mismatch")["arms"] if row["kind"] in ("natural", "bug")
-            or row["arm"] == "fp32 engine, fp32 trainer"]
+    shown = ("fp32 engine, fp32 trainer", "temperature 0.7 in sampler only", "raw log-probs at temperature 0.7",
+             "top-k 3 in sampler only", "bf16 log-softmax")
+    rows = [row for row in load("01_mismatch")["arms"] if row["kind"] in ("natural", "cure") or row["arm"] in shown]
     return markdown(["arm", "mean abs d", "k3", "mean d ± s.e."], [
-        [("bug: " if row["kind"] == "bug" else "") + row["arm"], power(row["mean |d|"]), power(row["k3"]),
+        [(f"{row['kind']}: " if row["kind"] in ("bug", "cure") else "") + row["arm"], power(row["mean |d|"]), power(row["k3"]),
          f"{power(row['mean d'])} ± {power(row['s.e. of mean d'])}"] for row in rows])
 
 
@@ -173,9 +175,14 @@ def say_errors() -> str:
 
 
 # ---------------------------------------------------------------- lesson 2
+def under_modulo(result: dict) -> list[dict]:
+    """The rows of lesson 2's exact world whose reward is 1 if the tokens sum to 0 modulo V."""
+    return [row for row in result["moments"] if row.get("reward", "modulo") == "modulo"]
+
+
 @picture("02_importance_sampling")
 def draw_02(result: dict):
-    rows, rollouts, lowest = result["moments"], result["rollouts"], 1e-4     # a bias of 0 is drawn there
+    rows, rollouts, lowest = under_modulo(result), result["rollouts"], 1e-4     # a bias of 0 is drawn there
     longest = max(row["T"] for row in rows)
     markers = {"none": "o", "token-is": "s", "minirl": "D", "geo": "*", "seq-tis": "v", "seq-is": "^"}
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.8))
@@ -239,6 +246,7 @@ def draw_02(result: dict):
 FORMULAS = {
     "none": "1",
     "token-is": "pi/mu at the token",
+    "prefix-is": "prod of pi/mu up to the token",
     "tis": "min(pi/mu, 2)",
     "icepop": "pi/mu inside [0.5, 5], else 0",
     "kpop": "1 where both binary KLs are at most phi (10 % masked), else 0",
@@ -252,29 +260,34 @@ FORMULAS = {
     "dsv32": "pi/mu, 0 where PPO clips it; 0 on a response with A < 0 and mean log mu/pi > 0.5"}
 
 
+def of_world(reward: str, noise: float) -> dict:
+    """{weight: its row of lesson 2's exact world}, for the longest responses."""
+    rows = [row for row in load("02_importance_sampling")["moments"] if row["reward"] == reward and row["noise"] == noise]
+    return {row["weight"]: row for row in rows if row["T"] == max(r["T"] for r in rows)}
+
+
 @table("weights")
 def weights_table() -> str:
-    """Lesson 2's exact world at two noises."""
-    rows = load("02_importance_sampling")["moments"]
-    longest = max(row["T"] for row in rows)
-    at = {(row["weight"], row["noise"]): row for row in rows if row["T"] == longest}
-    cells = []
-    for name, formula in FORMULAS.items():
-        small, large = at[name, 0.1], at[name, 0.4]
-        cells.append([name, formula, *(f"{row['bias']:.2f} ± {row['± worlds']:.2f}" for row in (small, large)),
-                      f"{large['cosine']:.2f}", *(f"{row['variance']:.0f}" for row in (small, large)),
-                      f"{large['MSE']:.2f}"])
-    return markdown(["`--correction`", "weight", "bias, noise 0.1", "bias, noise 0.4", "cosine, noise 0.4",
-                     "variance, noise 0.1", "variance, noise 0.4", "MSE at n = 4096, noise 0.4"], cells)
+    """Lesson 2's exact world. All relative to grad J; modulo: the reward is 1 if the tokens sum to 0 modulo 4; additive:
+    each token adds its share"""
+    small, large, additive = of_world("modulo", 0.1), of_world("modulo", 0.4), of_world("additive", 0.4)
+    spread = lambda row: f"{row['bias']:.2f} ± {row['± worlds'] or 0:.2f}"
+    return markdown(
+        ["`--correction`", "weight", "modulo, noise 0.1: bias", "noise 0.4: bias", "cosine", "variance", "MSE, n = 1024",
+         "MSE, n = 4096", "MSE, n = 16384", "additive, noise 0.4: bias", "cosine", "variance"],
+        [[name, formula, spread(small[name]), spread(large[name]), number(large[name]["cosine"]), f"{large[name]['variance']:.0f}",
+          *(number(large[name][key]) for key in ("MSE, n = 1024", "MSE", "MSE, n = 16384")),
+          spread(additive[name]), number(additive[name]["cosine"]), f"{additive[name]['variance']:.0f}"]
+         for name, formula in FORMULAS.items()])
 
 
 @table("weights-short")
 def weights_short() -> str:
-    shown, rows = ("none", "token-is", "tis", "seq-is", "seq-tis"), load("02_importance_sampling")["moments"]
-    rows = {row["weight"]: row for row in rows if row["noise"] == 0.4 and row["T"] == max(r["T"] for r in rows)}
-    return markdown(["`--correction`, logit noise 0.4", "bias ± worlds", "cosine", "variance", "MSE, n = 4,096"], [
-        [name, f"{rows[name]['bias']:.2f} ± {rows[name]['± worlds'] or 0:.2f}", number(rows[name]["cosine"]),
-         f"{rows[name]['variance']:.0f}", number(rows[name]["MSE"])] for name in shown])
+    modulo, additive = of_world("modulo", 0.4), of_world("additive", 0.4)
+    return markdown(["`--correction`, noise 0.4", "modulo: bias", "cosine", "variance", "MSE, n = 4,096", "additive: bias", "cosine"], [
+        [name, number(modulo[name]["bias"]), number(modulo[name]["cosine"]), f"{modulo[name]['variance']:.0f}",
+         number(modulo[name]["MSE"]), number(additive[name]["bias"]), number(additive[name]["cosine"])]
+        for name in ("none", "token-is", "tis", "prefix-is", "seq-is", "seq-tis")])
 
 
 @table("say ess")
@@ -363,11 +376,35 @@ def say_lag() -> str:
             f"(rms, {len(ratios)} syncs)")
 
 
+@table("directions")
+def directions_table() -> str:
+    """Lesson 3: cosine of the drift with itself, by steps apart, and its size in the second half of the run over that in
+    the first; mean ± standard deviation over four seeds"""
+    runs = [rows for key, rows in load("03_study").items() if key.startswith("directions")]
+    table = []
+    for rows in zip(*runs):
+        columns = {key: [np.nan if row.get(key) is None else row[key] for row in rows] for key in list(rows[0])[1:]}
+        table.append([rows[0]["drift made by"], *(f"{np.mean(x):.2f} ± {np.std(x):.2f}" for x in columns.values())])
+    head = max((list(rows[0]) for rows in runs), key=len, default=[])
+    return markdown([head[0], *(f"{key} apart" if key.isdigit() else key for key in head[1:])], table) if runs else ""
+
+
+@table("cast")
+def cast_table() -> str:
+    """Lesson 3: a sync before every step, AdamW at 3e-5 from bf16 weights. Does the engine see the updates?"""
+    rows = load("03_decompose").get("lost updates", [])
+    return markdown(["trainer, engine", "step", "mean abs arithmetic", "mean abs cast", "the policy has moved",
+                     "weights that the engine sees changed: predicted", "measured"], [
+        [row["trainer | engine"].replace(" |", ","), row["step"],
+         *(power(row[f"mean |{part}|"]) for part in ("arithmetic", "cast", "movement")),
+         f"{row['weights seen to change, predicted']:.0%}", f"{row['measured']:.0%}"] for row in rows])
+
+
 @table("feedback")
 def feedback_table() -> str:
-    """Lesson 3's feedback loop: growth of the lag under w = r over that under w = 1."""
-    ratios = import_module("study").feedback_ratios
-    rows = [ratios(rows) for rows in load("03_study").values()]
+    """Lesson 3's feedback loop: rms lag (nats, on the start's responses) over that of two on-policy runs, before and
+    after the ESS of the run with w = r first falls below 1/2; and the step of first harm (KL above three floors)"""
+    rows = import_module("study").feedback_rows([r for key, r in load("03_study").items() if key.startswith("lr")])
     return markdown(list(rows[0]), [[f"{row['lr']:g}", *map(number, list(row.values())[1:])] for row in rows])
 
 
@@ -378,35 +415,42 @@ NAME = {"none": "no correction", "tis": "TIS", "dlc": "DLC"}     # of an arm, wh
 
 @picture("04_dlc")
 def draw_04(result: dict):
-    """One seed: each arm's distance from on-policy training, its reward, and its ESS."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.6))
-    arms = {row["arm"]: row for row in result["arms"]}
+    """One seed: each arm's distance from on-policy training, alone with a lag and with both; the ESS."""
+    both = result.get("both")
+    figure, panels = plt.subplots(1, 2 + bool(both), figsize=(5 * (2 + bool(both)), 4.6))
+
+    def distances(panel, part: dict, title: str) -> None:
+        rows = {row["arm"]: row for row in part["arms"]}
+        for run in part["runs"]:
+            arm = run["arm"]
+            syncs, ratio = rows[arm]["syncs"], rows[arm][f"{FRESH} / floor"]
+            # the first checkpoint is before any update: its KL is exactly 0
+            at = [step for step in run["steps"] if step.get(FRESH)]
+            panel.semilogy([step["step"] for step in at], [step[FRESH] for step in at], **STYLE[arm],
+                           label=f"{NAME.get(arm, arm)}: {'-' if ratio is None else format(ratio, '.1f')} floors, "
+                           f"{syncs} {'sync' if syncs == 1 else 'syncs'}")
+        panel.set(xlabel="step", ylabel="KL(on-policy || run) (nats per token)", title=title,
+                  ylim=(None, 30 * panel.get_ylim()[1]))                # room for the legend
+        panel.legend(loc="upper left", fontsize=8)
+
+    distances(panels[0], result, f"A lag: synced every {result['period']} steps.\n"
+              "The floor is the on-policy run shown, another seed")
     for run in result["runs"]:
-        arm, steps = run["arm"], run["steps"]
-        style, name = STYLE[arm], NAME.get(run["arm"], run["arm"])
-        # the first checkpoint is before any update: its KL is exactly 0
-        at = [step for step in steps if step.get(FRESH)]
-        syncs = "sync" if arms[arm]["syncs"] == 1 else "syncs"
-        left.semilogy([step["step"] for step in at], [step[FRESH] for step in at],
-                      label=f"{name}: {arms[arm]['syncs']} {syncs}", **style)
-        middle.plot([step["reward"] for step in steps], label=f"{name}: {run['accuracy']:.2f}", **style)
-        right.plot([step["ESS of responses"] for step in steps], label=name, **style)
-        if arm == "dlc":
-            resynced = [step["step"] for step in steps if step["age"] == 0]
-            right.plot(resynced, [1.06] * len(resynced), "v", color=style["color"], label="a sync of DLC")
-    ratios = [(NAME[arm], arms[arm][f"{FRESH} / floor"]) for arm in ("none", "tis", "dlc")]
-    left.set(xlabel="step", ylabel="KL(on-policy || run) (nats per token)",
-             title="Average, in floors: " + ", ".join(
-                 f"{name} {'-' if ratio is None else format(ratio, '.1f')}" for name, ratio in ratios)
-             + "\n(floor: the on-policy run shown, another seed)")
-    middle.set(xlabel="step", ylabel="mean reward of the samples", ylim=(0, 1),
-               title="The samples are the stale sampler's. In the legend:\n"
-               "accuracy of the trained policy, after a last sync")
-    right.axhline(0.5, color=GREY, linewidth=0.8)
-    right.set(xlabel="step", ylabel="ESS of the responses, a share", ylim=(0, 1.13),
-              title="DLC refuses a batch below one half (not shown)\nand syncs. The others train on what is left")
-    for panel, place in ((left, "lower left"), (middle, (0.27, 0.42)), (right, (0.42, 0.42))):
-        panel.legend(loc=place, fontsize=8)
+        style = STYLE[run["arm"]]
+        panels[1].plot([step["ESS of responses"] for step in run["steps"]], label=NAME.get(run["arm"], run["arm"]), **style)
+        if run["arm"] == "dlc":
+            resynced = [step["step"] for step in run["steps"] if step["age"] == 0]
+            panels[1].plot(resynced, [1.06] * len(resynced), "v", color=style["color"], label="a sync of DLC")
+    panels[1].axhline(0.5, color=GREY, linewidth=0.8)
+    panels[1].set(xlabel="step", ylabel="ESS of the responses, a share", ylim=(0, 1.4), yticks=(0, 0.25, 0.5, 0.75, 1),
+                  title="A lag: DLC refuses a batch below one half (not shown)\nand syncs. The others train on what is left")
+    panels[1].legend(loc="upper center", ncol=3, fontsize=8)
+    if both:
+        ratios = {row["arm"]: row[f"{FRESH} / floor"] for row in both["arms"]}
+        more = (ratios["lag clip + resync"] or 0) > 2 * (ratios["dlc"] or 0)
+        distances(panels[2], both, "A lag and an engine that is 5 % off: " + (
+            "syncs alone\nlet the discrepancy drift; the center holds it" if more else
+            "with and\nwithout a center"))
     return figure
 
 
@@ -451,7 +495,7 @@ def draw_04_study(result: dict):
             right.semilogy([x + shift] * len(y), y, marker, color=color, markersize=5,
                            label=label if x == 0 else None)
     right.axhspan(0.3, 2, color="0.9", zorder=0)
-    right.set_xticks(range(len(arms)), [arm.replace(", ", ",\n") for arm in arms])
+    right.set_xticks(range(len(arms)), [arm.replace(", ", ",\n").replace(" + ", "\n+ ") for arm in arms])
     right.set(ylabel="KL / floor of the same prefixes", ylim=(0.3, 25),
               title="Early stop: on the sampler's prefixes\nthe mean hides what late tokens show")
     right.legend(fontsize=8, loc="upper right")
@@ -478,10 +522,12 @@ def draw_first(result: dict):
                        xytext=(8, shift), textcoords="offset points", color=STYLE[arm]["color"], va="center",
                        fontsize=9)
     syncs = span([r["syncs"] for r in records if r["arm"] == "dlc"])
-    panel.set(xlabel="training step (thin: a seed, thick: the median of five)",
+    base = np.mean([np.mean(r[FRESH]) for r in records if r["arm"] == "on-policy"])
+    near = sum(np.mean(r[FRESH]) <= 2 * base for r in records if r["arm"] == "dlc")
+    panel.set(xlabel=f"training step (thin: a seed, thick: the median of {len(curves)})",
               ylabel="distance from on-policy training\nKL(on-policy || run), nats per token",
               title="A sampler synced twice in 80 steps leads training astray, importance weights or not.\n"
-              f"DLC, with {syncs} syncs, stays near on-policy training in most seeds")
+              f"DLC, with {syncs} syncs, is within two floors in {near} of {len(curves)} seeds")
     panel.set_xlim(0, 80)
     panel.spines[["top", "right"]].set_visible(False)
     return figure
@@ -495,42 +541,89 @@ def each(values, digits: int = 2) -> str:
 
 def arms_table(setting: str) -> str:
     study = import_module("study")
-    head = ["arm", "accuracy at the end", "KL / floor, fresh prefixes", "second half of the run",
-            "KL / floor, the sampler's prefixes", "syncs", "dropped tokens", "seconds"]
+    head = ["arm", "accuracy at the end", "KL / floor, fresh prefixes", "at most 2", "p, DLC lower",
+            "second half of the run", "KL / floor, the sampler's prefixes", "syncs", "dropped tokens", "seconds"]
     return markdown(head, [
-        [row["arm"], each(row["accuracy"]), each(row["KL / floor"], 1), each(row["second half"], 1),
+        [row["arm"], each(row["accuracy"]), each(row["KL / floor"], 1), row["at most 2"],
+         "-" if row["p, DLC lower"] is None else f"{row['p, DLC lower']:.2g}", each(row["second half"], 1),
          each(row["on the sampler's prefixes"], 1), each(row["syncs"]), f"{row['dropped tokens']:.0f}",
          f"{row['seconds']:.0f}"] for row in study.arm_rows(study.main_runs(records_04(), setting))])
 
 
 @table("arms-sum")
 def arms_sum() -> str:
-    """Lesson 4: every arm on the running sum, sampler synced every 64 of 80 steps; a number per seed"""
+    """Lesson 4: every arm on the running sum, sampler synced every 64 of 80 steps; a number per seed. p: chance
+    that a random split of both arms' KLs favors DLC as much (rank test, one-sided)"""
     return arms_table("sum")
 
 
 @table("arms-stop")
 def arms_stop() -> str:
-    """Lesson 4: every arm on the early-stop task, sampler never synced; a number per seed"""
+    """Lesson 4: every arm on the early-stop task, sampler never synced; a number per seed. These records are of an earlier
+    revision of the code, on several threads, and the floor of the sampler's prefixes is taken on the on-policy runs' own"""
     return arms_table("stop")
+
+
+@table("floors")
+def floors_table() -> str:
+    """Lesson 4: the floors, KL between on-policy runs in nats per token: mean ± standard deviation over the seeds, on fresh
+    responses and on the start policy's"""
+    study, rows = import_module("study"), []
+    for records, setting in ((records_04(), "sum"), (records_04(), "stop"), ([*load("both_study").values()], "both")):
+        mine = [r for r in records if r["setting"] == setting and r["arm"] == "on-policy"]
+        for prefixes in (FRESH, STALE):
+            values = [study.mean_kl(r, prefixes) for r in mine]
+            rows.append([setting, "fresh" if prefixes == FRESH else "the start policy's",
+                         f"{np.mean(values):.4f} ± {np.std(values):.4f}", len(values)])
+    return markdown(["setting", "responses", "floor", "seeds"], rows)
 
 
 @table("arms-short")
 def arms_short() -> str:
-    study, rows = import_module("study"), []
-    tasks = [study.arm_rows(study.main_runs(records_04(), name)) for name in ("sum", "stop")]
-    for one, two in zip(*tasks):
-        if one["arm"] in [*study.MAIN_04, "lag clip + resync", "dlc, periodic"]:
-            rows.append([one["arm"], *(cell for row in (one, two) for cell in (
-                each(row["KL / floor"], 1), span(row["syncs"]), f"{row['dropped tokens']:.0f}"))])
-    return markdown(["arm", *(f"{task}: {what}" for task in ("running sum", "early stop")
-                              for what in ("KL / floor", "syncs", "dropped tokens"))], rows)
+    study = import_module("study")
+    rows = study.arm_rows(study.main_runs(records_04(), "sum"))
+    return markdown(["arm", "KL / floor, a seed each", "at most 2", "accuracy", "syncs", "dropped tokens"], [
+        [row["arm"], each(row["KL / floor"], 1), row["at most 2"], span([float(f"{x:.2f}") for x in row["accuracy"]]),
+         span(row["syncs"]), f"{row['dropped tokens']:.0f}"] for row in rows if row["arm"] in study.MAIN_04])
+
+
+def both_table(short: bool) -> str:
+    rows = import_module("study").both_rows([*load("both_study").values()])
+    if short:
+        shown = ("none", "tis + resync", "lag clip + resync", "dlc")
+        return markdown(["arm", "KL / floor, a seed each", "entropy at the end", "syncs"], [
+            [row["arm"], each(row["KL / floor"], 1), each(row["entropy"]), span(row["syncs"])]
+            for row in rows if row["engine"] == "5% noise" and row["arm"] in shown])
+    return markdown(["engine", *list(rows[0])[1:]], [
+        [row["engine"], row["arm"], each(row["KL / floor"], 1), each(row["entropy"]), each(row["reward"]),
+         each(row["syncs"]), f"{row['dropped tokens']:.0f}"] for row in rows])
+
+
+@table("both")
+def both_long() -> str:
+    """Lesson 4: lag and discrepancy together, on the free tokens, synced every 50 of 100 steps; a number per seed.
+    The on-policy runs have the natural engine"""
+    return both_table(short=False)
+
+
+@table("both-short")
+def both_short() -> str:
+    return both_table(short=True)
+
+
+@table("constancy")
+def constancy_table() -> str:
+    """Lesson 3 and 4: does the discrepancy stay about constant? Its change over a run on the running sum, in % of its mean"""
+    study = import_module("study")
+    rows = study.constancy(study.main_runs(records_04(), "sum"))
+    return markdown(list(rows[0]), [[row["arm"], number(row["accuracy"]), *(f"{x:.0f}" for x in list(row.values())[2:])]
+                                    for row in rows])
 
 
 @table("positions")
 def positions_table() -> str:
-    """Lesson 4, early stop: KL in nats at the first four positions and at later ones (mean over the seeds); and, seed by
-    seed, the step at which the token mean first exceeds .2 nats, and three of the prefixes' own floors"""
+    """Lesson 4, early stop: KL in nats at the first four positions and at later ones (mean over the seeds), on fresh
+    responses and on the sampler's (of on-policy runs: on the start policy's). Seed by seed, the step at which the token mean first exceeds .2 nats, and three of the prefixes' own floors"""
     study = import_module("study")
     shown = [*study.MAIN_04, "ppo", "seq-mis", "centering"]
     rows = [row for row in study.positions(study.main_runs(records_04(), "stop")) if row["arm"] in shown]
@@ -544,31 +637,28 @@ def positions_table() -> str:
 
 @table("free")
 def free_table() -> str:
-    """Lesson 4: the discrepancy alone, on the free tokens, sampler synced before every step; a noise per seed"""
+    """Lesson 4: the discrepancy alone, on the free tokens, sampler synced before every step; a number per seed"""
     study, rows = import_module("study"), []
-    for noise in (0.0, 0.05, 0.1):
-        for arm in ("none", "tis", "centering"):
-            row = [f"{noise:.0%}", arm]
-            for kind in ("raw", "mean"):
-                mine = [r for r in records_04() if r["setting"] == f"free, {kind}"]
-                base = np.mean([study.mean_kl(r) for r in mine if r["arm"] == "none" and not r["noise"]])
-                cell = [r for r in mine if r["arm"] == arm and r["noise"] == noise]
-                row += [each([study.mean_kl(r) / base for r in cell], 1), each([r["entropy"] for r in cell])]
-                row += [each([r["accuracy"] for r in cell])] if kind == "raw" else []
-            rows.append(row)
-    return markdown(["parameter noise in the engine", "arm", "raw rewards: KL / floor", "entropy at the end",
-                     "reward", "group means: KL / floor", "entropy"], rows)
+    records = [r for r in load("both_study").values() if r["setting"].startswith("free")]
+    for setting, engine, arm in dict.fromkeys((r["setting"], r["engine"], r["arm"]) for r in records):
+        mine = [r for r in records if r["setting"] == setting]
+        base = np.mean([study.mean_kl(r) for r in mine if r["arm"] == "none" and not r["engine"]])
+        cell = [r for r in mine if (r["engine"], r["arm"]) == (engine, arm)]
+        rows.append([setting.removeprefix("free, "), engine or "natural", arm, each([study.mean_kl(r) / base for r in cell], 1),
+                     each([r["entropy"] for r in cell]), each([r["accuracy"] for r in cell])])
+    return markdown(["advantage", "engine", "arm", "KL / floor", "entropy at the end", "reward"], rows)
 
 
 @table("alarms")
 def alarms_table() -> str:
-    """Lesson 4: which alarm rings before the harm (three floors), in runs without a resync? All tasks and arms pooled"""
+    """Lesson 4: which alarm rings before the harm? Arms that weight by the lag and are never resynced (token-is, tis,
+    lag clip); harm is a KL above so many floors"""
+    rows = import_module("study").alarms(records_04())
     return markdown(
-        ["alarm", "harmed runs: before the harm", "at the same step, later or never", "false alarms in quiet runs",
+        ["task", "alarm", "harm, floors", "before the harm", "at the same step", "later or never", "false alarms in quiet runs",
          "median lead, steps"],
-        [[row["alarm"], row["before"], row["late"], f"{row['false']} of {row['quiet']}",
-          f"{np.median(row['leads']):.0f}" if row["leads"] else "-"]
-         for row in import_module("study").alarms(records_04())])
+        [[row["task"], row["alarm"], row["harm, floors"], row["before"], row["same step"], row["later"],
+          f"{row['false']} of {row['quiet']}", f"{np.median(row['leads']):.0f}" if row["leads"] else "-"] for row in rows])
 
 
 @table("tail")
@@ -761,7 +851,8 @@ def filled(text: str) -> str:
 
 def results() -> str:
     """RESULTS.md: all tables but those that the README shows shortened."""
-    parts = [f"## {make.__doc__.strip()}\n\n{make()}" for make in TABLES.values() if make.__doc__]
+    made = {make.__doc__.strip(): make() for make in TABLES.values() if make.__doc__}
+    parts = [f"## {title}\n\n{text}" for title, text in made.items() if text]      # no records yet: no table
     return "\n\n".join(["# Results\n\nEvery table, made by `python figures/draw.py` from the JSON beside it.",
                         *parts]) + "\n"
 

@@ -1,14 +1,19 @@
 """The long experiments behind the README: lessons 3, 4 and 5 with every arm and several seeds.
 
-    python figures/study.py 03      the feedback loop
-    python figures/study.py 04      every correction on two tasks
+    python figures/study.py 03      the feedback loop: on-policy, w = 1, w = r
+    python figures/study.py 04      every correction under a lag, on two tasks
+    python figures/study.py both    corrections under a discrepancy, alone and with a lag
     python figures/study.py 05      training with router replay
     python figures/study.py train   train.py: four arms, three seeds, for figures/train.json
+    python figures/study.py pretrained MODEL     the sync that loses updates, on a released model of
+                                                 about 135 million parameters, SmolLM2-135M-Instruct
 
 A study writes figures/NN_study.json after each run. Stopped and started again it goes on where it
-was: a record that is there is not made again. Delete the file after a change of the code."""
+was: a record that is there is not made again. Delete the file after a change of the code. The records
+that are here were made with OMP_NUM_THREADS=1: a run depends on how many threads round its sums."""
 import argparse
 import copy
+import itertools
 import json
 import os
 import sys
@@ -61,57 +66,74 @@ def resumable(path: Path, plan: dict, run) -> dict:
 # ---------------------------------------------------------------- lesson 3
 # The weight w = r = pi / pi_old, not clipped: it repairs the lag alone.
 lag_is = lesson2.correction(lambda x: x.lag)
+FEEDBACK = {"on-policy": ("none", 1), "on-policy, other samples": ("none", 1),
+            "w = 1": ("none", None), "w = r": ("r", None)}       # arm -> weight, period (None: never)
+LOW, HARM = 0.5, 3                   # an ESS; what counts as harm, in floors
 
 
-def feedback(trainer, sampler, own, tokenizer, seed: int, lr: float, steps: int = 24) -> list[dict]:
-    """Trains twice from the same weights, with w = 1 and with w = r. The sampler keeps them: both
-    see the same samples. A row per step: ESS of responses; rms of the lag in nats on the sampler's
-    prefixes and on the run's own, which the engine `own` samples at the run's weights; reward."""
-    rows = [{"step": k, "seed": seed, "lr": lr} for k in range(steps)]
+def feedback(trainer, sampler, tokenizer, seed: int, lr: float, steps: int = 24) -> dict:
+    """Trains four times from the same weights at a constant rate. w = 1 and w = r never sync the sampler,
+    and see the same samples. Per arm and step: ESS of responses; rms of log pi_theta - log pi_start in
+    nats, on one set of the start's responses; KL(on-policy || arm) on the on-policy run's fresh ones."""
     rng = np.random.default_rng([seed, 99])
-    _, prompts = lesson1.make_prompts(lesson1.SUM, tokenizer, 128, rng)
-    for name, weight in (("w = 1", lesson2.CORRECTIONS["none"]), ("w = r", lag_is)):
-        model = copy.deepcopy(trainer)
+    _, prompts = lesson1.make_prompts(lesson1.SUM, tokenizer, 64, rng)
+    sampler.sync(trainer)
+    fixed = sampler.sample(prompts, lesson1.SUM.max_tokens, seed=[seed, 99], group_size=4)
+    start, on_policy, record = lesson1.logprobs(trainer, fixed), {}, {"seed": seed, "lr": lr}
+    for arm, (weight, period) in FEEDBACK.items():
+        model, reference = copy.deepcopy(trainer), copy.deepcopy(trainer)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        run = lesson3.grpo(model, sampler, lesson1.SUM, tokenizer, optimizer,
-                           lesson3.weighted(weight), steps, steps, seed, decay=False)
-        for batch in tqdm(run, total=steps, desc=f"feedback: lr {lr}, seed {seed}, {name}"):
-            own.sync(model)
-            fresh = own.sample(prompts, lesson1.SUM.max_tokens, seed=[seed, batch.step, 2])
-            lag = (lesson1.logprobs(model, fresh) - lesson1.logprobs(trainer, fresh))[fresh.mask]
-            row = lesson3.measure(batch)
-            rows[batch.step] |= {
-                f"ess {name}": row["ESS of responses"], f"sampler {name}": row["rms l"],
-                f"own {name}": lesson3.rms(lag), f"reward {name}": row["reward"]}
+        correct = lag_is if weight == "r" else lesson2.CORRECTIONS[weight]
+        # w = 1 and w = r share their seed; neither on-policy run has it
+        its_seed = seed + (1000 * (list(FEEDBACK).index(arm) + 1) if period else 0)
+        run = lesson3.grpo(model, sampler, lesson1.SUM, tokenizer, optimizer, lesson3.weighted(correct),
+                           steps, period or steps, its_seed, decay=False)
+        rows = {"ESS": [], "lag": [], "KL": [], "reward": []}
+        for batch in tqdm(run, total=steps, desc=f"feedback: lr {lr}, seed {seed}, {arm}"):
+            if arm == "on-policy":
+                on_policy[batch.step] = copy.deepcopy(model.state_dict()), batch.rollout
+            state, fresh = on_policy[batch.step]
+            reference.load_state_dict(state)
+            rows["KL"].append(lesson4.kl(reference, model, fresh)[fresh.mask].mean().item())
+            rows["lag"].append(lesson3.rms((lesson1.logprobs(model, fixed) - start)[fixed.mask]))
+            rows["ESS"].append(lesson3.measure(batch)["ESS of responses"])
+            rows["reward"].append(batch.R.mean().item())
+        record[arm] = rows
+    return record
+
+
+def feedback_rows(records: list[dict]) -> list[dict]:
+    """A row per run. Excess: rms lag over the mean of both on-policy runs, averaged from step 1 to the step
+    before w = r's own ESS falls below 1/2, and from there on. Harm: KL above three floors; a rate's floor is
+    the mean KL between its on-policy runs."""
+    rows = []
+    for r in records:
+        low = first(range(len(r["w = r"]["ESS"])), -np.array(r["w = r"]["ESS"]), -LOW)
+        honest = (np.array(r["on-policy"]["lag"]) + r["on-policy, other samples"]["lag"]) / 2
+        floor = np.mean([x["on-policy, other samples"]["KL"] for x in records if x["lr"] == r["lr"]])
+        row = {"lr": r["lr"], "seed": r["seed"], "w = r: ESS < 1/2": low}
+        for name in ("w = r", "w = 1"):
+            excess = (np.array(r[name]["lag"]) - honest)[1:]
+            end = len(excess) + 1 if low is None else low
+            row[f"{name}: excess before"] = float(excess[:end - 1].mean()) if end > 1 else None
+            row[f"{name}: excess after"] = float(excess[end - 1:].mean()) if end <= len(excess) else None
+            row[f"{name}: harm"] = first(range(len(r[name]["KL"])), r[name]["KL"], HARM * floor)
+        rows.append(row)
     return rows
-
-
-def feedback_ratios(rows: list[dict]) -> dict:
-    """How much the lag's rms grows under w = r, over how much it grows under w = 1. Before: from
-    step 1 (step 0 is the same under both) until the ESS under w = 1 falls below 1/2. After: from
-    there to the last step. NaN for a stretch of no steps, or if w = 1 did not let the lag grow."""
-    last = len(rows) - 1
-    low = next((row["step"] for row in rows if row["ess w = 1"] < 0.5), len(rows))
-    result = {"lr": rows[0]["lr"], "seed": rows[0]["seed"], "first step with ESS < 1/2": low}
-    for prefixes in ("sampler", "own"):
-        for part, a, b in (("before", 1, min(low, last)), ("after", min(low, last), last)):
-            one, r = (rows[b][f"{prefixes} {name}"] - rows[a][f"{prefixes} {name}"]
-                      for name in ("w = 1", "w = r"))
-            grows = b > a and one > 0
-            result[f"{prefixes} prefixes, {part}"] = r / one if grows else float("nan")
-    return result
 
 
 @study("03")
 def study_03(path: Path) -> None:
-    """The feedback loop: five paired seeds at two learning rates."""
+    """The feedback loop: eight seeds at two learning rates. The drift's directions: four seeds."""
     policy = lesson1.policy()
-    trainer, tokenizer = lesson1.load_model(policy), lesson1.make_tokenizer()
-    sampler, own = lesson1.Sampler(policy), lesson1.Sampler(policy, dtype="float32")
-    plan = {f"lr {lr}, seed {seed}": (seed, lr) for lr in (1.5e-3, 5e-4) for seed in range(5)}
-    runs = resumable(path, plan, partial(feedback, trainer, sampler, own, tokenizer))
-    lesson1.table("growth of the lag, w = r over w = 1 (below 1: the weight damps the loop)",
-                  [feedback_ratios(rows) for rows in runs.values()])
+    trainer, tokenizer, sampler = lesson1.load_model(policy), lesson1.make_tokenizer(), lesson1.Sampler(policy)
+    plan = {f"lr {lr}, seed {seed}": (seed, lr) for seed in range(8) for lr in (1.5e-3, 5e-4)}
+    runs = resumable(path, plan, partial(feedback, trainer, sampler, tokenizer))
+    free = lesson1.load_model(lesson1.policy(lesson3.FREE))
+    resumable(path, {f"directions, seed {seed}": (seed,) for seed in range(4)},
+              lambda seed: lesson3.drift_directions(free, sampler, tokenizer, seed))
+    lesson1.table("rms lag in nats over that of on-policy runs, before and after w = r's ESS < 1/2",
+                  feedback_rows([*runs.values()]))
 
 
 # ---------------------------------------------------------------- lesson 4
@@ -138,18 +160,27 @@ STOP = lesson1.Task(    # the policy chooses its length: stopping early costs th
     demonstrate=stops_early)
 
 
+ALONE = replace(lesson4.BOTH, period=1)              # the discrepancy without a lag
 SETTINGS = {       # found with a simulated engine, on other seeds and policies; nothing was tuned here
     "sum": lesson4.Setting(),
     "sum, lr 7e-4": lesson4.Setting(lr=7e-4),
-    "stop": lesson4.Setting(STOP, steps=60, period=60, lr=1e-3),
-    "free, raw": lesson4.Setting(lesson3.FREE, steps=100, period=1, lr=0.04, prompts=16, every=10),
-    "free, mean": lesson4.Setting(lesson3.FREE, steps=100, period=1, lr=0.04, prompts=16, every=10)}
-LOOP = {kind: {"advantage": kind.split(", ")[1], "decay": False} for kind in ("free, raw", "free, mean")}
+    "stop": lesson4.Setting(task=STOP, steps=60, period=60, lr=1e-3),
+    "free, raw": ALONE, "free, mean": replace(ALONE, advantage="mean"), "both": lesson4.BOTH}
+ENGINES = {        # what the engine is sent in place of the trainer's weights: seed -> state -> state
+    "5% noise": partial(lesson3.parameter_noise, 0.05),
+    "10% noise": partial(lesson3.parameter_noise, 0.1),
+    "int4": lambda seed: lesson3.fake_quantized(4)}
 
 
+# ------------------------------- the arms: losses of lesson 3's batches
 def unweighted(lag, advantage):
     """f(r) = 1."""
     return torch.ones_like(lag)
+
+
+def two_sided(lag, advantage):
+    """f(r) = r inside [1 / C, C]."""
+    return lesson2.ratio(lag).clamp(1 / lesson4.C, lesson4.C)
 
 
 def dlc(**switches) -> dict:
@@ -158,37 +189,87 @@ def dlc(**switches) -> dict:
     return {"loss": partial(lesson4.dlc_loss, **switches), "head": head}
 
 
-ARMS_04 = {        # the first five with five seeds, the others with three
+def resynced(loss, ess=lambda batch: lesson4.lag_ess(batch.lag, batch.rollout.mask)):
+    """The loss, and DLC's rule before it: a batch of too low an ESS is refused."""
+    return lambda batch: None if ess(batch) < lesson4.RESYNC_ESS else loss(batch)
+
+
+def ess_of_tokens(batch) -> float:
+    return lesson2.ess(batch.lag[batch.rollout.mask])
+
+
+def discrepancy_centered(batch):
+    """DLC's clip, and only the discrepancy's part of its center: sum_v (q_v - pi_old,v) f(r_v) s_v."""
+    mask, A = batch.rollout.mask, batch.advantage
+    head, old, q = (lesson2.inside(mask[..., None], x) for x in (
+        batch.head_logp, batch.head_logp_old, batch.rollout.head_logp))
+    c = lesson4.center(head, old, q, A, batch.vocabulary) - lesson4.center(head, old, old, A, batch.vocabulary)
+    return lesson2.policy_loss(batch.logp, lesson4.clipped(batch.lag, A), A, mask, int(mask.sum()), c)
+
+
+class Due:
+    """When lesson 3's loop syncs: it compares an age with this. At a period, or once `now` is set."""
+    def __init__(self, period: int):
+        self.period, self.now = period, False
+
+    def __eq__(self, age: int) -> bool:
+        due = self.now or age == self.period
+        self.now = self.now and not due
+        return due
+
+
+def kept(period: int) -> dict:
+    """DLC that trains on a batch of too low an ESS, and syncs after the update."""
+    due = Due(period)
+
+    def loss(batch):
+        due.now = lesson4.lag_ess(batch.lag, batch.rollout.mask) < lesson4.RESYNC_ESS
+        return lesson4.dlc_loss(batch, resync_ess=0)
+    return {"loss": loss, "head": lesson4.HEAD, "period": due}
+
+
+none, tis, token_is, seq_mis, ppo = (lesson3.weighted(lesson2.CORRECTIONS[name]) for name in (
+    "none", "tis", "token-is", "seq-mis", "ppo"))
+ARMS_04 = {
     **{name: lesson4.ARMS[name] for name in ("on-policy", "none", "tis")},
+    "none + resync": {"loss": resynced(none)},
     "dlc, no resync": dlc(resync_ess=0),
     "dlc": lesson4.ARMS["dlc"],
-    "seq-mis": {"loss": lesson3.weighted(lesson2.CORRECTIONS["seq-mis"])},
-    "ppo": {"loss": lesson3.weighted(lesson2.CORRECTIONS["ppo"])},
-    "centering": dlc(f=unweighted, resync_ess=0),
+    "lag clip + resync": lesson4.ARMS["lag clip + resync"],
+    "dlc, token ESS": {"loss": resynced(partial(lesson4.dlc_loss, resync_ess=0), ess_of_tokens), "head": lesson4.HEAD},
+    "dlc, kept batch": kept,
+    "token-is": {"loss": token_is},
     "lag clip": dlc(centered=False, resync_ess=0),
-    "lag clip + resync": dlc(centered=False),
+    "lag clip, jitter": dlc(centered=False, resync_ess=0),
+    "centering": dlc(f=unweighted, resync_ess=0),
+    "discrepancy center": {"loss": discrepancy_centered, "head": lesson4.HEAD},
+    "dlc, two-sided": dlc(f=two_sided),
     "dlc, ppo rule": dlc(f=lesson4.ppo_clipped),
-    "dlc, periodic": dlc(resync_ess=0)}
-MAIN_04 = list(ARMS_04)[:5]
-RESYNCED = {"dlc", "lag clip + resync", "dlc, ppo rule"}
+    "seq-mis": {"loss": seq_mis},
+    "ppo": {"loss": ppo},
+    "none, periodic": {"loss": none},
+    "dlc, periodic": dlc(resync_ess=0),
+    "tis + resync": {"loss": resynced(tis)},
+    "centering + resync": dlc(f=unweighted)}
+MAIN_04 = ["on-policy", "none", "tis", "none + resync", "dlc, no resync", "dlc", "lag clip + resync"]
+WEIGHTING = ["token-is", "tis", "lag clip"]        # without a resync: on these the alarms are judged
+BOTH = ["on-policy", "none", "tis", "none + resync", "tis + resync", "lag clip + resync", "centering + resync", "dlc"]
+JITTER = 1e-6                             # relative, on the start's weights
 FRESH, STALE = lesson4.FRESH, lesson4.STALE
 EARLY = 4                                 # response positions that count as early
 PARTS = {"": slice(None), ", early": slice(EARLY), ", late": slice(EARLY, None)}
-HARM, COMMON = 3, 0.2                     # harm, in floors; in nats, the same for all prefixes
+COMMON = 0.2                              # nats: a threshold that is the same for all prefixes
 LEVELS = {                                # alarms: a record -> does it ring, step by step
     "ESS of tokens < 1/2": lambda r: np.array(r["ESS of tokens"]) < 0.5,
     "ESS of responses < 1/2": lambda r: np.array(r["ESS of responses"]) < 0.5,
-    "ESS of responses x min(1, mean ratio) < 1/2":
-        lambda r: np.array(r["ESS of responses"]) * np.minimum(1, r["mean ratio"]) < 0.5,
     "mean ratio < 0.8": lambda r: np.array(r["mean ratio"]) < 0.8}
 
 
 def training_04(model, sampler, tokenizer, setting: str, arm: str, seed: int, **changes):
-    """Lesson 4's loop in one of the SETTINGS. The free tokens are trained by SGD, at a constant rate."""
-    its = SETTINGS[setting]
-    if setting in LOOP:
-        changes |= {**LOOP[setting], "optimizer": torch.optim.SGD(model.parameters(), lr=its.lr)}
-    return lesson4.training(model, sampler, tokenizer, its, arm, seed, **{**ARMS_04.get(arm, {}), **changes})
+    """Lesson 4's loop in one of the SETTINGS."""
+    its, its_arm = SETTINGS[setting], ARMS_04.get(arm, {})
+    its_arm = its_arm(its.period) if callable(its_arm) else its_arm
+    return lesson4.training(model, sampler, tokenizer, its, arm, seed, **{**its_arm, **changes})
 
 
 def reference_04(start, sampler, tokenizer, setting: str, folder: Path) -> dict:
@@ -222,38 +303,43 @@ def by_position(values, mask) -> dict:
 
 
 def run_04(start, sampler, tokenizer, reference: dict, setting: str, arm: str, seed: int,
-           noise: float = 0.0, period: int | None = None, **changes) -> dict:
-    """One run's record: as in lesson 4, and the KL by position, the ESS of tokens, the seconds without
-    the measuring, and the entropy at the end. noise: relative size of a parameter noise in the engine.
-    changes: of the arguments of lesson 3's loop."""
+           engine: str = "", period: int | None = None, **changes) -> dict:
+    """One run's record: as in lesson 4, and the KL by position, the ESS of tokens, the discrepancy, the
+    seconds without the measuring, and the entropy at the end. engine: one of ENGINES, or natural."""
     model, other, began = copy.deepcopy(start), copy.deepcopy(start), time.perf_counter()
-    rows, at, kls = [], [], []
-    if noise:
-        changes["perturb"] = lesson3.parameter_noise(noise, seed)
+    rows, at, kls, its = [], [], [], SETTINGS[setting]
+    if engine:
+        changes["perturb"] = ENGINES[engine](seed)
+    if arm == "lag clip, jitter":
+        model.load_state_dict(lesson3.parameter_noise(JITTER, seed)(model.state_dict()))
     if period:
         changes["period"] = period
     for batch in training_04(model, sampler, tokenizer, setting, arm, seed, **changes):
         paused, lag, mask = time.perf_counter(), batch.lag, batch.rollout.mask
+        numbers = lesson3.measure(batch)
         rows.append({"reward": batch.R.mean().item(), "mean ratio": lesson4.mean_ratio(lag, mask),
-                     "ESS of tokens": lesson2.ess(lag[mask]), "ESS of responses": lesson4.lag_ess(lag, mask),
+                     **{key: numbers[key] for key in ("ESS of tokens", "ESS of responses", "rms d", "d on log-odds")},
                      "synced": batch.age == 0, "dropped": batch.dropped})
         if batch.step in reference:
             state, fresh = reference[batch.step]
             other.load_state_dict(state)
             at.append(batch.step)
-            kls.append({prefixes + part: value for prefixes, rollout in ((FRESH, fresh), (STALE, batch.rollout))
+            stale = lesson4.stale_prefixes(arm, reference, batch)
+            kls.append({prefixes + part: value for prefixes, rollout in ((FRESH, fresh), (STALE, stale))
                         for part, value in by_position(lesson4.kl(other, model, rollout), rollout.mask).items()})
         began += time.perf_counter() - paused
-    its = SETTINGS[setting]
-    record = {"setting": setting, "arm": arm, "seed": seed, "noise": noise, "period": period,
+    record = {"setting": setting, "arm": arm, "seed": seed, "engine": engine, "period": period,
               "syncs": sum(row["synced"] for row in rows), "dropped tokens": sum(row["dropped"] for row in rows),
               "seconds": round(time.perf_counter() - began, 1), "entropy": entropy(model, batch.rollout)}
     end = lesson3.held_out(model, sampler, its.task, tokenizer, 8 * its.prompts)
     record |= {"accuracy": end["sampled"], "greedy accuracy": end["greedy"], "checkpoints": at}
-    short = lambda values: [float(f"{v:.4g}") for v in values]
-    for key in ("reward", "mean ratio", "ESS of tokens", "ESS of responses"):
+    short = lambda values: [float(f"{v:.3g}") for v in values]
+    for key in ("reward", "mean ratio", "ESS of tokens", "ESS of responses", "rms d", "d on log-odds"):
         record[key] = short(row[key] for row in rows)
-    return record | {key: short(k[key] for k in kls) for key in kls[0]}
+    record |= {key: short(k[key] for k in kls) for key in (FRESH, STALE)}
+    # of the parts only the mean over checkpoints is kept
+    means = {key: np.nanmean([k[key] for k in kls]) for key in kls[0] if key not in (FRESH, STALE)}
+    return record | {key: float(f"{value:.3g}") for key, value in means.items()}
 
 
 # ------------------------------- the tail of the center, modeled and dropped
@@ -300,66 +386,86 @@ def tail_04(start, sampler, tokenizer, seed: int, setting=lesson4.Setting(steps=
 
 
 # ------------------------------- the plan
-def key_04(setting: str, arm: str, seed: int, noise: float = 0.0, period: int | None = None) -> str:
-    more = [f"noise {noise:g}"] * bool(noise) + [f"period {period}"] * bool(period)
+def key_04(setting: str, arm: str, seed: int, engine: str = "", period: int | None = None) -> str:
+    more = [engine] * bool(engine) + [f"period {period}"] * bool(period)
     return ", ".join([f"{setting}: {arm}", f"seed {seed}", *more])
 
 
 def plan_04() -> dict:
-    """{key: arguments of run_04} of all runs but DLC's periodic twins."""
-    runs = [(name, arm, seed) for name in ("sum", "stop") for arm in ARMS_04 if arm != "dlc, periodic"
-            for seed in range(5 if arm in MAIN_04 else 3)]
-    # the discrepancy alone: synced at every step, a parameter noise in the engine, drawn once per seed
-    runs += [(f"free, {kind}", arm, seed, noise) for kind in ("raw", "mean") for noise in (0.0, 0.05, 0.1)
-             for arm in ("none", "tis", "centering") for seed in range(3)]
+    """{key: arguments of run_04} of all runs under a lag but the periodic ones. Eight seeds on the running
+    sum, five on early stop for the arms that a sentence compares; five and three for the others."""
+    others = [arm for arm in ARMS_04 if arm not in MAIN_04 + BOTH and not arm.endswith("periodic")]
+    runs = [("sum", arm, seed) for arm in MAIN_04 for seed in range(8)]
+    runs += [("sum", arm, seed) for arm in others for seed in range(5 if arm in WEIGHTING else 3)]
+    runs += [("stop", arm, seed) for arm in MAIN_04 for seed in range(5)]
+    runs += [("stop", arm, seed) for arm in others if "jitter" not in arm for seed in range(3)]
     # milder staleness, so that quiet runs are among those on which the alarms are judged
     runs += [("sum, lr 7e-4", "on-policy", seed) for seed in range(3)]
-    runs += [(name, arm, seed, 0.0, period) for name in ("sum", "sum, lr 7e-4") for arm in ("none", "tis")
+    runs += [(name, arm, seed, "", period) for name in ("sum", "sum, lr 7e-4") for arm in WEIGHTING
              for period in (4, 16) for seed in range(2)]
     return {key_04(*run): run for run in runs}
 
 
 def periodic_04(records: dict) -> dict:
-    """The runs without a resync, whose syncs are about as many as DLC's with that seed, evenly spaced."""
+    """Runs without a resync that are synced about as often as DLC was with that seed, evenly spaced."""
     runs = []
-    for name in ("sum", "stop"):
-        for seed in range(3):
-            syncs = records[key_04(name, "dlc", seed)]["syncs"]
-            runs.append((name, "dlc, periodic", seed, 0.0, -(-SETTINGS[name].steps // syncs)))
+    for name, seeds in (("sum", 8), ("stop", 5)):
+        for arm in ("none, periodic", "dlc, periodic"):
+            for seed in range(seeds):
+                syncs = records[key_04(name, "dlc", seed)]["syncs"]
+                runs.append((name, arm, seed, "", -(-SETTINGS[name].steps // syncs)))
     return {key_04(*run): run for run in runs}
+
+
+def plan_both() -> dict:
+    """The discrepancy alone, synced before every step; and together with a lag. Five seeds."""
+    runs = [("both", arm, seed, engine) for engine in ("5% noise", "", "int4") for arm in BOTH
+            for seed in range(5) if arm != "on-policy" or engine == ""]
+    runs += [(f"free, {kind}", arm, seed, engine) for kind in ("raw", "mean") for engine in ("", "5% noise", "10% noise")
+             for arm in ("none", "tis", "centering") for seed in range(5 if kind == "raw" else 3)]
+    return {key_04(*run): run for run in runs}
+
+
+def runner_04():
+    """run_04 with the policies and references that a run needs, each made once."""
+    tokenizer, sampler = lesson1.make_tokenizer(), lesson1.Sampler(lesson1.policy())
+    started, references = {}, {}
+
+    def one(setting: str, *arguments) -> dict:
+        task = SETTINGS[setting].task
+        if setting not in references:
+            started[setting] = lesson1.load_model(lesson1.policy(task))
+            references[setting] = reference_04(started[setting], sampler, tokenizer, setting, ROOT / "runs")
+        return run_04(started[setting], sampler, tokenizer, references[setting], setting, *arguments)
+    return one, sampler, tokenizer
 
 
 @study("04")
 def study_04(path: Path) -> None:
-    """Every correction on two tasks, and the discrepancy alone on a third."""
-    tokenizer, sampler = lesson1.make_tokenizer(), lesson1.Sampler(lesson1.policy())
-    started, references = {}, {}
-
-    def begin(setting: str) -> tuple:
-        task = SETTINGS[setting].task
-        if task.name not in started:
-            started[task.name] = lesson1.load_model(lesson1.policy(task))
-        if setting not in references:
-            references[setting] = reference_04(started[task.name], sampler, tokenizer, setting, ROOT / "runs")
-        return started[task.name], references[setting]
-
-    def one(setting: str, *arguments) -> dict:
-        start, reference = begin(setting)
-        return run_04(start, sampler, tokenizer, reference, setting, *arguments)
-
-    resumable(path, {"tail": (0,)}, lambda seed: tail_04(begin("sum")[0], sampler, tokenizer, seed))
+    """Every correction under a lag, on two tasks."""
+    one, sampler, tokenizer = runner_04()
+    start = lesson1.load_model(lesson1.policy())
+    resumable(path, {"tail": (0,)}, lambda seed: tail_04(start, sampler, tokenizer, seed))
     plan = plan_04()
-    plan |= periodic_04(resumable(path, plan, one))
+    main = {key: run for key, run in plan.items() if run[1] in MAIN_04 and len(run) == 3}
+    plan = main | periodic_04(resumable(path, main, one)) | plan         # in this order
     records = list(resumable(path, plan, one).values())
     for name in ("sum", "stop"):
         lesson1.table(f"{name}: KL in floors, a number per seed", arm_rows(main_runs(records, name)))
     lesson1.table("which alarm rings before the harm?", alarms(records))
 
 
+@study("both")
+def study_both(path: Path) -> None:
+    """Corrections under a discrepancy, alone and with a lag, on the free tokens."""
+    records = [*resumable(path, plan_both(), runner_04()[0]).values()]
+    lesson1.table("both sources: KL in floors, a number per seed", both_rows(records))
+
+
 # ------------------------------- what the records say
 def mean_kl(record: dict, key: str = FRESH) -> float:
     """Mean over the checkpoints at which there is such a position, in nats."""
-    return float(np.mean([v for v in record[key] if v is not None]))
+    return float(np.mean([v for v in np.atleast_1d(record[key]) if v is not None]))
 
 
 def floor(records: list[dict], key: str = FRESH) -> float:
@@ -367,30 +473,66 @@ def floor(records: list[dict], key: str = FRESH) -> float:
     return float(np.mean([mean_kl(r, key) for r in records if r["arm"] == "on-policy"]))
 
 
+def rank_test(a: list, b: list) -> float:
+    """Chance that a random split of all values gives ranks to `a` as low as its own: p, one-sided, exact."""
+    values = np.array([*a, *b])
+    ranks = [(values < v).sum() + ((values == v).sum() + 1) / 2 for v in values]
+    sums = np.array([sum(split) for split in itertools.combinations(ranks, len(a))])
+    return float((sums <= sum(ranks[:len(a)])).mean())
+
+
 def arm_rows(records: list[dict]) -> list[dict]:
     """A row per arm, a number per seed; dropped tokens and seconds are means. The second half leaves out
-    the first half of the checkpoints, of the run and of its floor."""
+    the first half of the checkpoints, of the run and of its floor. p: that DLC's KL is lower by chance."""
     def over(r: dict, key: str) -> float:
         return mean_kl(r, key) / floor(records, key)
 
     late = [{**r, FRESH: r[FRESH][len(r[FRESH]) // 2:]} for r in records]
+    its = {arm: [over(r, FRESH) for r in records if r["arm"] == arm] for arm in dict.fromkeys(r["arm"] for r in records)}
     rows = []
-    for arm in dict.fromkeys(r["arm"] for r in records):
+    for arm, floors in its.items():
         mine = [r for r in records if r["arm"] == arm]
-        rows.append({"arm": arm, "accuracy": [r["accuracy"] for r in mine],
-                     "KL / floor": [over(r, FRESH) for r in mine],
+        rows.append({"arm": arm, "accuracy": [r["accuracy"] for r in mine], "KL / floor": floors,
                      "second half": [mean_kl(r) / floor(late) for r in late if r["arm"] == arm],
+                     "at most 2": f"{sum(x <= 2 for x in floors)} of {len(floors)}",
+                     "p, DLC lower": rank_test(its["dlc"], floors) if "dlc" in its and arm != "dlc" else None,
                      "on the sampler's prefixes": [over(r, STALE) for r in mine], "syncs": [r["syncs"] for r in mine],
                      "dropped tokens": float(np.mean([r["dropped tokens"] for r in mine])),
                      "seconds": float(np.mean([r["seconds"] for r in mine]))})
     return rows
 
 
-def threshold(records: list[dict], key: str = FRESH) -> np.ndarray:
-    """What counts as harm, checkpoint by checkpoint: HARM times the floor, or times the on-policy runs'
-    mean at this checkpoint if that is more (two such runs are furthest apart while they learn fastest)."""
+def both_rows(records: list[dict]) -> list[dict]:
+    """A row per engine and arm of the setting with both sources, a number per seed."""
+    runs, rows = [r for r in records if r["setting"] == "both"], []
+    for engine, arm in dict.fromkeys((r["engine"], r["arm"]) for r in runs):
+        mine = [r for r in runs if (r["engine"], r["arm"]) == (engine, arm)]
+        rows.append({"engine": engine or "natural", "arm": arm, "KL / floor": [mean_kl(r) / floor(runs) for r in mine],
+                     "entropy": [r["entropy"] for r in mine], "reward": [r["accuracy"] for r in mine],
+                     "syncs": [r["syncs"] for r in mine],
+                     "dropped tokens": float(np.mean([r["dropped tokens"] for r in mine]))})
+    return rows
+
+
+def constancy(records: list[dict]) -> list[dict]:
+    """Does the discrepancy stay about constant? Its change over a run, in % of its mean (a least-squares
+    line), mean and standard deviation over the seeds; as it is, and on the log-odds of the token (|d| / (1 - p))."""
+    rows = []
+    for arm in dict.fromkeys(r["arm"] for r in records):
+        mine, row = [r for r in records if r["arm"] == arm], {"arm": arm}
+        row["accuracy"] = float(np.mean([r["accuracy"] for r in mine]))
+        for key in ("rms d", "d on log-odds"):
+            changes = [100 * len(r[key]) * lesson3.slope(r[key])[0] / np.mean(r[key]) for r in mine]
+            row |= {f"{key}: change, %": float(np.mean(changes)), f"{key}: ±": float(np.std(changes))}
+        rows.append({**row, "seeds": len(mine)})
+    return rows
+
+
+def threshold(records: list[dict], key: str = FRESH, floors: float = HARM) -> np.ndarray:
+    """What counts as harm, checkpoint by checkpoint: a number of floors, or of the on-policy runs' mean
+    at this checkpoint if that is more (two such runs are furthest apart while they learn fastest)."""
     curve = np.mean([r[key] for r in records if r["arm"] == "on-policy"], 0)
-    return HARM * np.maximum(curve, curve.mean())
+    return floors * np.maximum(curve, curve.mean())
 
 
 def first(steps, values, above):
@@ -401,30 +543,30 @@ def first(steps, values, above):
 
 def main_runs(records: list[dict], setting: str) -> list[dict]:
     """A task's runs with the setting's period, or about DLC's number of syncs: not the milder ones."""
-    return [r for r in records if r["setting"] == setting and (not r["period"] or r["arm"] == "dlc, periodic")]
+    return [r for r in records if r["setting"] == setting and (not r["period"] or r["arm"].endswith("periodic"))]
 
 
 def alarms(records: list[dict]) -> list[dict]:
-    """Stale runs without a resync: did the alarm ring before the harm (fresh KL above the threshold)? How
-    often did it ring in runs that were not harmed? "late" holds ties and alarms that never rang."""
-    # periodic DLC is synced more often the earlier DLC's alarm rang: it is no independent case
-    stale = [r for r in records if r["arm"] not in RESYNCED | {"on-policy", "dlc, periodic"}
-             and not r["setting"].startswith("free")]
-    limits = {name: threshold([r for r in records if r["setting"] == name]) for name in {r["setting"] for r in stale}}
-    rows = []
-    for level, rings in LEVELS.items():
-        row = {"alarm": level, "before": 0, "late": 0, "quiet": 0, "false": 0, "leads": []}
-        for r in stale:
-            harm = first(r["checkpoints"], r[FRESH], limits[r["setting"]])
-            rung = first(range(len(r["reward"])), rings(r).astype(float), 0.5)
-            if harm is None:
-                row["quiet"] += 1
-                row["false"] += rung is not None
-            elif rung is not None and rung < harm:
-                row["before"] += 1
-                row["leads"].append(harm - rung)
-            else:
-                row["late"] += 1
+    """Runs that weight by the lag and are never resynced, by task, alarm and what counts as harm: did the
+    alarm ring before the harm, at the same step, or later (or never)? How often in runs without harm?"""
+    rows, tasks = [], {"sum": ("sum", "sum, lr 7e-4"), "stop": ("stop",)}
+    for (task, settings), level, floors in itertools.product(tasks.items(), LEVELS, (2, 3, 5, 10)):
+        row = {"task": task, "alarm": level, "harm, floors": floors, "before": 0, "same step": 0, "later": 0,
+               "quiet": 0, "false": 0, "leads": []}
+        for setting in settings:
+            runs = [r for r in records if r["setting"] == setting]
+            limits = threshold(runs, floors=floors) if runs else []
+            for r in (r for r in runs if r["arm"] in WEIGHTING):
+                harm = first(r["checkpoints"], r[FRESH], limits)
+                rung = first(range(len(r["reward"])), LEVELS[level](r).astype(float), 0.5)
+                if harm is None:
+                    row["quiet"] += 1
+                    row["false"] += rung is not None
+                elif rung is None:
+                    row["later"] += 1
+                else:
+                    row["before" if rung < harm else "same step" if rung == harm else "later"] += 1
+                    row["leads"].append(harm - rung)
         rows.append(row)
     return rows
 
@@ -462,7 +604,7 @@ def with_replay(kind: str):
 def run_05(start, sampler, tokenizer, reference: dict, kind: str, period: int, seed: int) -> dict:
     """One run's record. A period of 1 is on-policy without a weight, the others have MiniRL's."""
     arm, weight = ("on-policy", "none") if period == 1 else ("minirl", "minirl")
-    record = run_04(start, sampler, tokenizer, reference, "replay", arm, seed, period=period,
+    record = run_04(start, sampler, tokenizer, reference, "replay", arm, seed, "", period,
                     loss=lesson3.weighted(lesson2.CORRECTIONS[weight]), logprobs=with_replay(kind))
     return {**record, "replay": kind}
 
@@ -571,12 +713,94 @@ def study_train(path: Path) -> None:
     lesson1.save(train_json([*records.values()]), path.with_name("train.json"))
 
 
+# ---------------------------------------------------------------- a released model
+ADD = lesson1.TASKS["add1"]
+LAST = 23                               # step of the last batch
+
+
+def normal_share(d, A) -> float:
+    """Share of tokens that PPO's clip (0.2) stops, if d = log pi - log mu (n,) is normal and independent of A."""
+    normal = torch.distributions.Normal(d.mean(), d.std().clamp(min=1e-12))
+    high, low = 1 - normal.cdf(torch.tensor(1.2, device=d.device).log()), normal.cdf(torch.tensor(0.8, device=d.device).log())
+    return ((A > 0).float().mean() * high + (A < 0).float().mean() * low).item()
+
+
+def pretrained(trainer, engines, tokenizer, contract: str, arm: str, period: int, seed: int) -> dict:
+    """One run's record: per step the sampler's reward, the sizes of the three parts in nats, the share of weights
+    that the engine sees changed, and of tokens that PPO would clip though the lag is 0 (predicted, measured).
+    At the end what the trainer's own policy answers, and what its weights do as the engine holds them."""
+    forward, dtype = lesson3.CONTRACTS[contract]
+    model, held, rows, answers = copy.deepcopy(trainer), copy.deepcopy(trainer), [], {}
+    autocast = torch.autocast(lesson1.DEVICE.type, forward, enabled=forward != torch.float32)
+    logprobs = autocast(lesson1.logprobs)
+    its = {"none": {"loss": none}, "tis": {"loss": tis}, "centering": dlc(f=unweighted, resync_ess=0), "dlc": dlc()}[arm]
+    loss, scale = its["loss"], 1024 if forward == torch.float16 else 1    # AdamW does not see the scale
+    run = lesson3.grpo(
+        model, engines[dtype], ADD, tokenizer, torch.optim.AdamW(model.parameters(), lr=3e-6, weight_decay=0.0),
+        lambda batch: None if (value := loss(batch)) is None else scale * value, LAST + 1, period, seed, prompts=8,
+        head=min(its.get("head", 0), lesson1.vocabulary(model)), decay=False,
+        logprobs=lambda model, rollout, old, grad: logprobs(model, rollout, True, grad))
+    start = torch.cat([p.detach().flatten() for p in trainer.parameters()])
+    for batch in tqdm(run, total=LAST + 1, desc=f"{contract}, {arm}, seed {seed}"):
+        held.load_state_dict(lesson3.cast(model.state_dict(), dtype))
+        r, mask = batch.rollout, batch.rollout.mask
+        if batch.step == LAST:
+            judge = engines["judge"], ADD, tokenizer, 128
+            answers = {"trainer": lesson3.held_out(model, *judge), "as the engine holds it": lesson3.held_out(held, *judge)}
+        if batch.age == 0:
+            logp_held = logprobs(held, r)
+            parts = {"arithmetic": logp_held - r.logp_sampler, "cast": batch.logp_old - logp_held}
+        else:       # the sampler holds older weights: only the whole discrepancy is known
+            parts = {"discrepancy": batch.logp_old - r.logp_sampler}
+        ratio = (batch.logp.detach() - r.logp_sampler).exp()
+        d, A = ratio.log()[mask], batch.advantage[:, None].expand_as(mask)[mask]
+        now = torch.cat([p.detach().flatten() for p in model.parameters()])
+        rows.append({
+            "reward": batch.R.mean().item(), **{f"mean |{name}|": x[mask].abs().mean().item() for name, x in parts.items()},
+            "mean |lag|": batch.lag[mask].abs().mean().item(), "mean |log pi - log mu|": d.abs().mean().item(),
+            "synced": batch.age == 0, "dropped": batch.dropped, **lesson3.visible(now, start, dtype),
+            "clipped, predicted": normal_share(d, A),
+            "clipped": (~lesson2.ppo_keeps(ratio, batch.advantage, 0.2, 0.2))[mask].double().mean().item()})
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {"contract": contract, "arm": arm, "period": period, "seed": seed, "answers": answers,
+            **{key: [row.get(key) for row in rows] for key in keys}}
+
+
+def plan_pretrained() -> dict:
+    """{key: arguments}: the four contracts; corrections of a broken one; a stale sampler under an exact one."""
+    runs = []
+    for seed in range(3):
+        runs += [(contract, "none", 1, seed) for contract in ("fp32 | bf16", "fp32 | fp32", "bf16 | bf16", "fp16 | fp16")]
+        runs += [("fp32 | bf16", arm, 1, seed) for arm in ("tis", "centering", "dlc")]
+        runs += [("fp32 | fp32", arm, 12, seed) for arm in ("none", "tis", "dlc")]
+    return {f"{contract}, {arm}, synced every {period}, seed {seed}": (contract, arm, period, seed)
+            for contract, arm, period, seed in runs}
+
+
+@study("pretrained")
+def study_pretrained(path: Path, model: str) -> None:
+    """The four precision contracts on a released model, and what corrections do to a broken one."""
+    model = lesson1.find_model(model, ADD)
+    trainer, tokenizer = lesson1.load_model(model), lesson1.transformers.AutoTokenizer.from_pretrained(model)
+    engines = {}
+
+    def one(contract: str, *arguments) -> dict:
+        for name, dtype in ((lesson3.CONTRACTS[contract][1],) * 2, ("judge", torch.float32)):
+            if name not in engines:
+                engines[name] = lesson1.Sampler(model, str(dtype).removeprefix("torch."))
+        return pretrained(trainer, engines, tokenizer, contract, *arguments)
+    resumable(path, plan_pretrained(), one)
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("lesson", choices=sorted(STUDIES))
+    parser.add_argument("model", nargs="?", help="for pretrained: a directory or a hub name")
     parser.add_argument("--out", type=Path, default=ROOT / "figures", help="folder of the JSON")
     args = parser.parse_args(argv)
-    STUDIES[args.lesson](args.out / f"{args.lesson}_study.json")
+    if (args.lesson == "pretrained") != bool(args.model):
+        parser.error("pretrained, and no other study, needs a model")
+    STUDIES[args.lesson](args.out / f"{args.lesson}_study.json", *[args.model] * bool(args.model))
 
 
 if __name__ == "__main__":

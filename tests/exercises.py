@@ -47,7 +47,7 @@ BUGS = {
         "sign-of-the-gap": ("d = (logp - logp_sampler).double()", "d = (logp_sampler - logp).double()"),
     },
     "02": {
-        "weight-upside-down": ("self.token = ratio(logp - logp_sampler)", "self.token = ratio(logp_sampler - logp)"),
+        "weight-upside-down": ("self.token = ratio(log_rho)", "self.token = ratio(-log_rho)"),
         "clip-whatever-the-sign": ("~(((A > 0) & (r > 1 + high)) | ((A < 0) & (r < 1 - low)))", "~((r > 1 + high) | (r < 1 - low))"),
         "effective-samples-not-divided-by-n": ("(len(w) * w.square().sum())", "w.square().sum()"),
         "sequence-weight-without-the-last-token": ("return inside(mask, x).sum(1, keepdim=True)", "return inside(mask, x)[:, :-1].sum(1, keepdim=True)"),
@@ -70,8 +70,7 @@ BUGS = {
         "routes-one-token-late": ("picks, normalized = routes.flatten(0, 1), normalizes(model)", "picks, normalized = routes.roll(1, 1).flatten(0, 1), normalizes(model)"),
         "gates-not-normalized": ("g = gates(logits, picks[:, layer], normalized)", "g = gates(logits, picks[:, layer], False)"),
         "bf16-trainer-in-float32": ("lesson1.load_model(path, torch.bfloat16), is_mixture", "lesson1.load_model(path), is_mixture"),
-        "noise-stays-in-the-engine": ("        engine.sync(trainer)\n        rollout = engine.sample(prompts, max_tokens, seed=[seed, repeat])\n        R",
-                                      "        rollout = engine.sample(prompts, max_tokens, seed=[seed, repeat])\n        R"),
+        "noise-stays-in-the-engine": ("    engine.sync(trainer)\n", ""),
         "order-of-the-experts-counts": ("a.shape[-1] - (a[..., :, None] == b[..., None, :]).any(-1).sum(-1)", "a.shape[-1] - (a == b).sum(-1)"),
     },
 }

@@ -689,7 +689,7 @@ def test_blind_spot_has_an_alarm():
 def test_every_arm_is_what_its_name_says():
     """A batch of which DLC refuses some: on-policy and none weigh nothing, TIS the whole ratio; only DLC asks
     for a head."""
-    seen = []
+    arms, seen = ("on-policy", "none", "tis", "lag clip + resync", "dlc"), []
     for seed in range(8):
         logits, _, _ = distributions(seed=seed)
         _, old, q = distributions(1.2, seed=seed + 100)
@@ -703,10 +703,13 @@ def test_every_arm_is_what_its_name_says():
         for name, arm in lesson4.ARMS.items():
             total = make_batch(logits, old, q, a)
             rho = (total.logp - total.rollout.logp_sampler).exp().clamp(max=2) if name == "tis" else torch.ones(B, T)
-            if name == "dlc":
+            if name in ("dlc", "lag clip + resync"):
                 refused = lesson4.lag_ess(total.lag, MASK) < 0.5
                 seen.append(refused)
                 want = None if refused else closed_form(logits, old, q, a, at_most_two)
+                if name != "dlc" and not refused:                # no center
+                    r = total.lag.exp().clamp(max=2)
+                    want = of(lambda b: lesson2.policy_loss(b.logp, r, A, MASK, int(MASK.sum())))
             else:
                 want = of(lambda b: lesson2.policy_loss(b.logp, rho, A, MASK, int(MASK.sum())))
             got = of(arm["loss"])
@@ -714,18 +717,9 @@ def test_every_arm_is_what_its_name_says():
             if got is not None:
                 close(got, want, name)
     assert True in seen and False in seen
-    assert {name: arm.get("head", 0) > 0 for name, arm in lesson4.ARMS.items()} == {
-        "on-policy": False,
-        "none": False,
-        "tis": False,
-        "dlc": True,
-    }
-    assert {name: arm.get("period") for name, arm in lesson4.ARMS.items()} == {
-        "on-policy": 1,
-        "none": None,
-        "tis": None,
-        "dlc": None,
-    }
+    assert tuple(lesson4.ARMS) == arms
+    assert [arm.get("head", 0) > 0 for arm in lesson4.ARMS.values()] == [False] * 4 + [True]
+    assert [arm.get("period") for arm in lesson4.ARMS.values()] == [1, None, None, None, None]
 
 
 # ---------------------------------------------------------------- the loop, on the real engine
@@ -920,7 +914,7 @@ def test_kl_in_micro_batches(tiny, moved, monkeypatch):
     check_kl(lesson4.kl, lesson1.load_model(tiny), moved, some_rollout())
 
 
-SMALL = lesson4.Setting(steps=4, period=4, lr=3e-3, prompts=4)
+SMALL = lesson4.Setting(steps=4, period=4, lr=3e-3, prompts=4, every=2)
 
 
 @pytest.fixture(scope="module")
@@ -941,6 +935,8 @@ def test_the_reference_repeated_is_at_distance_zero(trainer, engine, tokenizer, 
     assert kls(same, lesson4.FRESH) == [0.0, 0.0] == kls(same, lesson4.STALE)
     assert kls(other, lesson4.FRESH)[0] == 0 and kls(other, lesson4.FRESH)[1] > 1e-3
     assert kls(stale, lesson4.FRESH)[1] != kls(other, lesson4.FRESH)[1]
+    # no sampler of its own is stale: it is judged on what the start policy wrote
+    assert kls(other, lesson4.STALE)[1] != kls(other, lesson4.FRESH)[1]
     ages, ess = (
         [[step[key] for step in run["steps"]] for run in (stale, other)] for key in ("age", "ESS of responses")
     )
@@ -1053,8 +1049,8 @@ def test_the_closing_line_follows_the_numbers():
     rows = lambda *kls: [
         {"arm": arm, f"{lesson4.FRESH} / floor": x} for arm, x in zip(("on-policy", "none", "tis", "dlc"), kls)
     ]
-    assert "none 33.0, TIS 12.1, DLC 1.1. DLC keeps" in lesson4.verdict(rows(1, 33.0, 12.1, 1.1))
-    assert "none 1.5, TIS 2.0, DLC 9.0. DLC does not keep" in lesson4.verdict(rows(1, 1.5, 2.0, 9.0))
+    assert "none 33.0, tis 12.1, dlc 1.1. DLC keeps" in lesson4.verdict(rows(1, 33.0, 12.1, 1.1))
+    assert "none 1.5, tis 2.0, dlc 9.0. DLC does not keep" in lesson4.verdict(rows(1, 1.5, 2.0, 9.0))
     assert "does not keep" in lesson4.verdict(rows(1, 1, 1, math.nan))
     assert "no floor" in lesson4.verdict(rows(None, None, None, None))
 
@@ -1068,16 +1064,22 @@ def in_process(engine16, monkeypatch):
 
 
 def test_quick_run(in_process, tmp_path, capsys, monkeypatch):
+    """Lag alone, then lag and discrepancy: the stale arms of the second, and only these, have a noisy engine."""
+    noisy, grpo = [], lesson3.grpo
+    monkeypatch.setattr(lesson3, "grpo", lambda *a, **k: noisy.append(bool(k.get("perturb"))) or grpo(*a, **k))
     result = lesson4.main(["--quick", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert in_process == ["bfloat16"] and "KL from on-policy training" in printed and "predicted" in printed
-    assert [run["arm"] for run in result["runs"]] == list(lesson4.ARMS) == [row["arm"] for row in result["arms"]]
-    assert all(len(run["steps"]) == 6 for run in result["runs"]) and (tmp_path / "04_dlc.png").stat().st_size > 10_000
+    assert in_process == ["bfloat16"] and printed.count("KL from on-policy training") == 2 and "predicted" in printed
+    for part, arms in ((result, ("on-policy", "none", "tis", "dlc")), (result["both"], ("on-policy", "lag clip + resync", "dlc"))):
+        assert tuple(run["arm"] for run in part["runs"]) == arms == tuple(row["arm"] for row in part["arms"])
+        assert all(len(run["steps"]) == 6 for run in part["runs"])
+    assert noisy == [False] * 7 + [True, True] and (tmp_path / "04_dlc.png").stat().st_size > 10_000
 
 
 def test_a_run_that_learns_nothing_has_no_floor(in_process, tmp_path, capsys, monkeypatch):
     """At a learning rate of 0 the floor is 0: the table has dashes, the last line says so, nothing dies."""
     monkeypatch.setitem(lesson4.SIZES, "tiny", lesson4.Setting(steps=2, period=2, lr=0.0, prompts=2))
+    monkeypatch.setattr(lesson4, "BOTH", replace(lesson4.BOTH, steps=2, period=2, prompts=2, every=2))
     result = lesson4.main(["--out", str(tmp_path)])
     assert {row[f"{lesson4.FRESH} / floor"] for row in result["arms"]} == {
         None

@@ -597,7 +597,7 @@ def test_an_engines_broken_routes_are_refused_with_their_row():
     whole = lesson1.replace(rollout, routes=routes)
     assert lesson5.routes_for("r3", model, whole) is routes
     for value in (0, -1, 8):
-        message = rf"row 2, input token 8, layer 1: the picks \[{value}, {value}\]"
+        message = rf"row 2, input token 8, layer 1: the pick \[{value}, {value}\]"
         broken = routes.clone()
         broken[2, 8, 1] = value
         with pytest.raises(ValueError, match=message):
@@ -983,8 +983,8 @@ def test_gradients_replay_what_they_say(mixture_trainer, mixture_engine, tokeniz
 def test_the_study_trains_with_what_it_names(monkeypatch):
     """Arm, seed, period, weight and log-probs of every run."""
     calls, weights = [], lesson2.CORRECTIONS
-    monkeypatch.setattr(study, "run_04", lambda start, sampler, tokenizer, reference, setting, arm, seed, **changes:
-                        calls.append((setting, arm, seed, *changes.values())) or {})
+    monkeypatch.setattr(study, "run_04", lambda start, sampler, tokenizer, reference, setting, arm, seed, engine, period,
+                        **changes: calls.append((setting, arm, seed, period, *changes.values())) or {})
     monkeypatch.setattr(study, "with_replay", lambda kind: kind)
     monkeypatch.setattr(lesson3, "weighted", lambda correct: correct)
     records = {key: study.run_05(None, None, None, {}, *arguments) for key, arguments in study.plan_05().items()}

@@ -685,7 +685,7 @@ def test_a_token_that_the_trainer_does_not_have_is_refused(tmp_path, engine, mon
         rollout.head_ids[0, 0, 0] = 17
     changed(monkeypatch, engine, padded)
     error = stops(capsys, tmp_path, engine, "--correction", "dlc")
-    assert "token 17" in error and "vocabulary has 17" in error
+    assert "token 17" in error and "knows only 17" in error
 
 
 def test_a_sync_that_fails_ends_the_run_in_one_line(tmp_path, engine, monkeypatch, capsys):
@@ -832,7 +832,7 @@ class Stub:
 
 def gpt2_run(model, out):
     """Three steps of a GPT-2 without vLLM; its rows and weights."""
-    args = Namespace(correction="tis", trainer_dtype="float32", lr=1e-3, prompts=4, group_size=4, max_tokens=6, steps=3,
+    args = Namespace(correction="tis", trainer_dtype="float32", lr=1e-3, prompts=4, group_size=4, max_tokens=6, steps=3, task="sum",
                      seed=0, staleness=1, head=None, replay="none", resync_ess=0.0, advantage="std", out=out)
     out.mkdir(exist_ok=True)
     tokenizer = lesson1.transformers.AutoTokenizer.from_pretrained(model)
