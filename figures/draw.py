@@ -108,11 +108,10 @@ def draw_01(result: dict):
                     fmt="o-", color=BLACK, label="measured, ± s.e.")
     middle.plot(odds, [row["eps (1 - p)"] for row in rows], "--", color=ORANGE,
                 label="predicted: eps (1 - p), one eps")
-    off = max(max(row["measured"] / row["eps (1 - p)"], row["eps (1 - p)"] / row["measured"])
-              for row in rows)
+    off = [max(row["measured"] / row["eps (1 - p)"], row["eps (1 - p)"] / row["measured"]) for row in rows]
     middle.set(xlabel="log-odds of the sampled token, log p / (1 - p)", ylabel="mean |d| (nats)",
-               yscale="log", title="bf16 engine, fp32 trainer: a likely token moves\n"
-               f"least; eps (1 - p) is right to a factor of {off:.1f}")
+               yscale="log" if rows else "linear", title="bf16 engine, fp32 trainer: a likely token moves\n"
+               f"least; eps (1 - p) is right to a factor of {max(off):.1f}" if rows else "too few tokens")
     middle.legend()
 
     rows, x = result["two errors"], np.arange(len(result["two errors"]))
