@@ -25,7 +25,7 @@ over checkpoints. Another on-policy run gives the floor. The paper claims at mos
 
 Two comparisons follow: a stale sampler alone, and a stale sampler whose engine is off as well.
 
-  python 04_dlc.py                           a CPU: four arms, then three, in 5 to 8 minutes
+  python 04_dlc.py                           a CPU: four arms, then three, in 7 to 10 minutes
   python 04_dlc.py --model Qwen/Qwen3-0.6B   a CUDA GPU, 24 GB (not run yet)
   python figures/study.py 04                 twenty arms, two tasks, 3 to 8 seeds: hours
   python figures/study.py both               the second comparison with three engines, five seeds
