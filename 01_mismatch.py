@@ -219,27 +219,27 @@ def sample_all(path: str, task: Task, fp32, tokenizer, seed: int, quick: bool) -
     for k, rollout in enumerate(on.bf16):
         R = rewards(task, numbers, rollout, tokenizer)
         ahead = one_step(copy.deepcopy(fp32), rollout, R, lr)
-        on.stale += score([rollout], ahead)
+        on.stale += pairs([rollout], ahead)
         # A tied lm_head (output layer) is the embedding's matrix. named_parameters() lists it only
         # as the embedding. vLLM on a CPU holds a copy for the lm_head, which stays old.
         if fp32.config.tie_word_embeddings and DEVICE.type == "cpu":
             sampler.load(dict(ahead.named_parameters()))
-            on.lost += score([sampler.sample(prompts, max_tokens, seed=[seed, k])], ahead)
+            on.lost += pairs([sampler.sample(prompts, max_tokens, seed=[seed, k])], ahead)
     sampler.sync(fp32)
     on.back = sample(sampler)
     sampler.stop()
     return on
 
 
-def score(rollouts: list[Rollout], model, compute=logprobs, other=None) -> list[tuple]:
+def pairs(rollouts: list[Rollout], model, compute=logprobs, other=None) -> list[tuple]:
     """[(log pi, log mu) of the response tokens (n,)], one pair per rollout. `other` is computed by
     the trainer in place of log mu."""
     return [(compute(model, r)[r.mask], (other(model, r) if other else r.logp_sampler)[r.mask])
             for r in tqdm(rollouts, desc="log-probs", leave=False)]
 
 
-def pooled(pairs: list[tuple]) -> list[Tensor]:              # log pi and log mu of all seeds
-    return [torch.cat(logps) for logps in zip(*pairs)]
+def pooled(seeds: list[tuple]) -> list[Tensor]:              # log pi and log mu of all seeds
+    return [torch.cat(logps) for logps in zip(*seeds)]
 
 
 def measure(path: str, fp32, on: SimpleNamespace) -> dict:
@@ -248,32 +248,32 @@ def measure(path: str, fp32, on: SimpleNamespace) -> dict:
     lm_head32 = lm_head_in_float32(load_model(path, torch.bfloat16))
     exact = load_model(path, torch.bfloat16).double()        # float64, on weights in bfloat16
     arms = [
-        ("control", "fp32 trainer twice", score(on.bf16, fp32, other=logprobs)),
-        ("control", "fp32 engine, fp32 trainer", score(on.fp32, fp32)),
-        ("natural", "bf16 engine, bf16 trainer", score(on.bf16, bf16)),
-        ("natural", NATURAL, score(on.bf16, fp32)),
-        ("natural", "fp32 engine, bf16 trainer", score(on.fp32, bf16)),
-        ("batch shape", "fp32 trainer: batch, row alone", score(on.bf16, fp32, other=row_alone)),
-        ("batch shape", "bf16 trainer: batch, row alone", score(on.bf16, bf16, other=row_alone)),
-        ("precision", "fp16 engine, fp16 trainer", score(on.fp16, fp16)),
-        ("precision", "fp16 engine, fp32 trainer", score(on.fp16, fp32)),
+        ("control", "fp32 trainer twice", pairs(on.bf16, fp32, other=logprobs)),
+        ("control", "fp32 engine, fp32 trainer", pairs(on.fp32, fp32)),
+        ("natural", "bf16 engine, bf16 trainer", pairs(on.bf16, bf16)),
+        ("natural", NATURAL, pairs(on.bf16, fp32)),
+        ("natural", "fp32 engine, bf16 trainer", pairs(on.fp32, bf16)),
+        ("batch shape", "fp32 trainer: batch, row alone", pairs(on.bf16, fp32, other=row_alone)),
+        ("batch shape", "bf16 trainer: batch, row alone", pairs(on.bf16, bf16, other=row_alone)),
+        ("precision", "fp16 engine, fp16 trainer", pairs(on.fp16, fp16)),
+        ("precision", "fp16 engine, fp32 trainer", pairs(on.fp16, fp32)),
         ("precision", "bf16 engine, bf16 trainer, both lm_heads fp32",
-         score(on.lm_head32, lm_head32)),
-        ("precision", "bf16 engine with fp32 lm_head, fp32 trainer", score(on.lm_head32, fp32)),
-        ("bug", "temperature 0.7 in sampler only", score(on.temperature, fp32)),
-        ("bug", "raw log-probs at temperature 0.7", score(on.raw, fp32)),
-        ("bug", "top-k 3 in sampler only", score(on.top_k, fp32)),
+         pairs(on.lm_head32, lm_head32)),
+        ("precision", "bf16 engine with fp32 lm_head, fp32 trainer", pairs(on.lm_head32, fp32)),
+        ("bug", "temperature 0.7 in sampler only", pairs(on.temperature, fp32)),
+        ("bug", "raw log-probs at temperature 0.7", pairs(on.raw, fp32)),
+        ("bug", "top-k 3 in sampler only", pairs(on.top_k, fp32)),
         ("cure", "top-k 3 in both: trainer renormalized over the kept tokens",
-         score(on.top_k, fp32, kept_logprobs)),
-        ("bug", "bf16 log-softmax", score(on.bf16, fp32, bf16_log_softmax)),
+         pairs(on.top_k, fp32, kept_logprobs)),
+        ("bug", "bf16 log-softmax", pairs(on.bf16, fp32, bf16_log_softmax)),
         ("bug", "weights one step stale (d + lag)", on.stale),
         ("bug", "tied lm_head lost in the sync", on.lost),   # on a GPU it cannot get lost: no row
-        ("control", f"back at {NATURAL}", score(on.back, fp32))]
+        ("control", f"back at {NATURAL}", pairs(on.back, fp32))]
     by_arm = {arm: pooled(logps) for _, arm, logps in arms if logps}
     errors = []
     for arm, rollouts in (("bf16 engine, bf16 trainer", on.bf16), (NATURAL, on.bf16),
                           ("fp32 engine, bf16 trainer", on.fp32)):
-        (logp, mu), (right, _) = by_arm[arm], pooled(score(rollouts, exact))
+        (logp, mu), (right, _) = by_arm[arm], pooled(pairs(rollouts, exact))
         errors.append({"pair": arm, **two_errors(mu - right, logp - right)})
     points = {arm: [[round(v, 4) for v in x[:800].tolist()] for x in by_arm[arm]]
               for arm in (NATURAL, "temperature 0.7 in sampler only")}
@@ -281,10 +281,10 @@ def measure(path: str, fp32, on: SimpleNamespace) -> dict:
             "points": points, "by probability": by_probability(*by_arm[NATURAL])}
 
 
-def arm_row(kind: str, arm: str, pairs: list[tuple]) -> dict:
+def arm_row(kind: str, arm: str, seeds: list[tuple]) -> dict:
     """The gap, its spread over the seeds, and a bug's fingerprint: where d has which sign."""
-    each = [gap(*pair)["mean |d|"] for pair in pairs]
-    logp, mu = pooled(pairs)
+    each = [gap(*pair)["mean |d|"] for pair in seeds]
+    logp, mu = pooled(seeds)
     d, p = logp - mu, mu.exp()
     return {"kind": kind, "arm": arm, "tokens": len(d), **gap(logp, mu),
             "± seeds": float(np.std(each, ddof=1)),

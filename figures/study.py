@@ -9,8 +9,8 @@
                                                  about 135 million parameters, SmolLM2-135M-Instruct
 
 A study writes figures/NN_study.json after each run. Stopped and started again it goes on where it
-was: a record that is there is not made again. Delete the file after a change of the code. The records
-that are here were made with OMP_NUM_THREADS=1: a run depends on how many threads round its sums."""
+was: a record that is there is not made again. Delete the file after a change of the code. Set
+OMP_NUM_THREADS=1: a run depends on how many threads round its sums."""
 import argparse
 import copy
 import itertools
@@ -167,7 +167,7 @@ SETTINGS = {       # found with a simulated engine, on other seeds and policies;
     "stop": lesson4.Setting(task=STOP, steps=60, period=60, lr=1e-3),
     "free, raw": ALONE, "free, mean": replace(ALONE, advantage="mean"), "both": lesson4.BOTH}
 ENGINES = {        # what the engine is sent in place of the trainer's weights: seed -> state -> state
-    "5% noise": partial(lesson3.parameter_noise, 0.05),
+    "5% noise": partial(lesson3.parameter_noise, lesson4.NOISE),
     "10% noise": partial(lesson3.parameter_noise, 0.1),
     "int4": lambda seed: lesson3.fake_quantized(4)}
 

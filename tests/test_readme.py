@@ -55,6 +55,7 @@ def sentences() -> dict[str, str]:
              for arm in ("none", "tis", "centering")}
     kept, dlc = {row["arm"]: row for row in study.constancy(study.main_runs(draw.records_04(), "sum"))}, rows["dlc"]
     fixed = next(row for row in draw.load("03_decompose")["directions"] if row["drift made by"].startswith("discrepancy"))
+    lags = [row["rms l"] / row["rms d"] for row in draw.load("03_decompose")["run"] if row["age"] == 1]
     reward = draw.load("train")["on-policy"]["reward"]
     after = [run["after"]["sampled"] for run in draw.load("train")["on-policy"]["summaries"]]
     change = lambda row: f"{row['d on log-odds: change, %']:+.0f} ± {row['d on log-odds: ±']:.0f} %"
@@ -87,13 +88,14 @@ def sentences() -> dict[str, str]:
                  f"{sum(row['w = r: harm'] is None for row in slow)}",
         "collapses": f"none {span(rows['none']['accuracy'])}, with resyncs {span(rows['none + resync']['accuracy'])}; DLC without them "
                      f"{span(rows['dlc, no resync']['accuracy'])}, with them {span(dlc['accuracy'])}",
+        "lag": f"the lag is {min(lags):.0f} to {max(lags):.0f} times the discrepancy |",
         "curve": f"climbs from {short(reward['0']['mean'])} to {short(list(reward.values())[-1]['mean'])}",
         "accuracy": f"held-out accuracy .38 to {short(sum(after) / len(after))}",
     }
 
 
 @pytest.mark.parametrize("name", ["cost", "cure", "near", "control", "one for the other", "constant", "fixed", "centering", "feeds",
-                                  "loop", "fails", "collapses", "clip", "clip k", "fed", "curve", "accuracy"])
+                                  "loop", "fails", "collapses", "clip", "clip k", "fed", "lag", "curve", "accuracy"])
 def test_a_sentences_numbers_are_those_of_the_json(name):
     assert sentences()[name] in " ".join(README.split()), sentences()[name]
 

@@ -407,6 +407,31 @@ def test_rows_of_the_arms():
     ] == pytest.approx([0.5, 1.5])
 
 
+def check_constancy(constancy):
+    """d grows by half of its mean in one run and shrinks by as much in the other; on the log-odds it grows by 10 % a step in both."""
+    up, down = [0.75, 1.0, 1.25], [1.25, 1.0, 0.75]
+    odds = [0.9, 1.0, 1.1]
+    row, = constancy([record("dlc", [0.0] * 3, seed, **{"rms d": d, "d on log-odds": odds}) for seed, d in enumerate((up, down))])
+    assert row["rms d: change, %"] == pytest.approx(0, abs=1e-9) and row["rms d: ±"] == pytest.approx(75)
+    assert row["d on log-odds: change, %"] == pytest.approx(30) and row["seeds"] == 2
+
+
+WRONG_CONSTANCY = {
+    "one run only": lambda records: study.constancy(records[:1]),
+    "keys swapped": lambda records: study.constancy([{**r, "rms d": r["d on log-odds"], "d on log-odds": r["rms d"]} for r in records]),
+    "not relative": lambda records: study.constancy([{**r, "d on log-odds": [x + 1 for x in r["d on log-odds"]]} for r in records]),
+}
+
+
+def test_constancy():
+    check_constancy(study.constancy)
+
+
+@pytest.mark.parametrize("name", WRONG_CONSTANCY)
+def test_constancy_rejects(name):
+    rejected(check_constancy, WRONG_CONSTANCY[name])
+
+
 def check_threshold(threshold):
     """Floor .2 on the mean, .5 at the second checkpoint; other arms do not count."""
     records = [
